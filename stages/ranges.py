@@ -13,6 +13,8 @@ PositiveInt = Annotated[int, annotated_types.Ge(1)]
 NonNegativeInt = Annotated[int, annotated_types.Ge(0)]
 PositiveFloat = Annotated[float, annotated_types.Gt(0)]
 NonNegativeFloat = Annotated[float, annotated_types.Ge(0)]
+AtLeastOne = Annotated[float, annotated_types.Ge(1)]
+AboveOne = Annotated[float, annotated_types.Gt(1)]
 # From 0 to 1, such as a probability.
 Fraction = Annotated[float, annotated_types.Ge(0), annotated_types.Le(1)]
 # A share that an average keeps: 1 would never forget.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from sharding import rules
 import stages
 from stages import base
+from stages.language import sample
 from stages.learn import train_step
 
 
@@ -219,6 +220,21 @@ def proximal_logp(
     return x._replace(proximal=stage(actor.params, x))
 
   return with_proximal
+
+
+def check_sampling(policy: base.Policy):
+  """Refuses a policy that scores under another distribution than its own.
+
+  Raises:
+    ValueError: if it samples at another temperature than 1, or from a part of
+      the vocabulary.
+  """
+  if policy.sampling not in (None, sample.Sampling()):
+    raise ValueError(
+      'Examples are learned by their likelihood under the whole distribution, '
+      f'and the policy scores them under {policy.sampling}: leave its '
+      '`sampling` out.'
+    )
 
 
 def repeat(group_size: int) -> stages.Stage:

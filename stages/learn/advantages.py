@@ -113,6 +113,7 @@ def group_relative(reward_G):
 
 def group_centered(reward_G):
   """Dr. GRPO's advantage, arXiv:2503.20783.   A = R − mean R"""
+  _check_group('group_centered', reward_G)
   return reward_G - reward_G.mean()
 
 

@@ -59,6 +59,25 @@ class ValueLoss(NamedTuple):
   huber: float | None = None
 
 
+def check(clip: Clip, importance: Importance):
+  """Refuses bounds that would silence all tokens of one kind.
+
+  Raises:
+    ValueError: for a dual clip or a cap of weights that excludes a ratio of 1,
+      that of a policy that has not changed.
+  """
+  if clip.dual is not None and clip.dual <= 1.0:
+    raise ValueError(
+      f'dual_clip = {clip.dual} would cut the gradient of all tokens with a '
+      'negative advantage: set it above 1, such as 3.0, or leave it out.'
+    )
+  if importance.cap < 1.0:
+    raise ValueError(
+      f'importance_cap = {importance.cap} is below the weight of tokens that '
+      'the policy itself sampled, 1: set it to 1 or more, such as 2.0.'
+    )
+
+
 def needs_reference(
   kl_coef: float, kl_reward_coef: float, kl_to_go: bool = False
 ) -> bool:

@@ -126,6 +126,9 @@ def kl_k1(logp, ref_logp):
   """Estimates KL(π‖π_ref) without bias, joschu.net/blog/kl-approx.html.
 
   k1 = Δ,   Δ = lp − lp_ref
+
+  The mean of its gradient is zero, so that as a term of a loss it adds noise
+  alone: it is for penalties in the reward.
   """
   return logp - ref_logp
 
@@ -167,20 +170,25 @@ def token_weight(old_logp, behavior_logp, mask):
   an inference engine that computes other log-probabilities than the trainer.
   Apply it once, bounded by `truncated` or `masked`.
   """
-  log_ratio = jnp.where(mask > 0, old_logp - behavior_logp, 0.0)
-  return jax.lax.stop_gradient(jnp.exp(log_ratio))
+  gap = _gap(old_logp, behavior_logp, mask)
+  return jax.lax.stop_gradient(jnp.exp(gap))
 
 
 def sequence_weight(old_logp_BT, behavior_logp_BT, mask_BT):
   """Importance weight of a row, the product of its tokens', on every token."""
-  gap_BT = _row_sum(old_logp_BT - behavior_logp_BT, mask_BT)
+  gap_BT = _row_sum(_gap(old_logp_BT, behavior_logp_BT, mask_BT), mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
 
 
 def geometric_weight(old_logp_BT, behavior_logp_BT, mask_BT):
   """Geometric mean of a row's token weights, on every token."""
-  gap_BT = _row_mean(old_logp_BT - behavior_logp_BT, mask_BT)
+  gap_BT = _row_mean(_gap(old_logp_BT, behavior_logp_BT, mask_BT), mask_BT)
   return jax.lax.stop_gradient(jnp.exp(gap_BT))
+
+
+def _gap(old_logp, behavior_logp, mask):
+  """lp_old − lp_b; 0 on padding, where either may be infinite."""
+  return jnp.where(mask > 0, old_logp - behavior_logp, 0.0)
 
 
 def truncated(weight, importance_cap):

@@ -52,8 +52,10 @@ def policy(
       that `evaluate` computes; None without one.
 
   Raises:
-    ValueError: for dual clip with another loss than `losses.ppo_clip`.
+    ValueError: for dual clip with another loss than `losses.ppo_clip`, and for
+      bounds that `loss_terms.check` refuses.
   """
+  loss_terms.check(clip, importance)
   surrogate = functools.partial(
     _surrogate, _with_dual_clip(policy_loss, clip.dual), likelihood, clip
   )

@@ -31,7 +31,8 @@ def adamw(
       keep the full rate, before it falls (warmup-stable-decay, arXiv
       2404.06395, Sec. 4).
     decay_steps: the step by which the rate has fallen linearly to zero; None
-      keeps it constant.
+      keeps it constant. If that is within the warm-up, the rate is zero after
+      it.
     updates_per_step: updates in a step of the workflow, minibatches × epochs.
     b1: decay of the first moment.
     b2: decay of the second moment.
@@ -46,8 +47,9 @@ def adamw(
       learning_rate / warmup, learning_rate, warmup - 1
     )
   if decay_steps is not None:
-    after = decay_steps * updates_per_step - warmup
-    constant = round(constant_share * after)
+    # One update at least: Optax reads a decay of none as a constant rate.
+    after = max(1, decay_steps * updates_per_step - warmup)
+    constant = min(round(constant_share * after), after - 1)
     decay = optax.linear_schedule(
       learning_rate, 0.0, after - constant, transition_begin=constant
     )

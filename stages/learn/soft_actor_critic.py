@@ -264,6 +264,11 @@ def critic_objective(
     next_obs = obs_stats.normalize(stats, row.next_obs)
     x = policy.act(actor['policy'], next_obs, _keys(batch.key, 0))
     q_IM = critic.value(target, next_obs, policy.to_env_action(x.action))
+    if critic_subset is not None and critic_subset > len(q_IM):
+      raise ValueError(
+        f'critic_subset = {critic_subset} critics cannot be drawn from '
+        f'{len(q_IM)}: lower it, or set num_critics of the critic.'
+      )
     key = jax.random.fold_in(jax.random.fold_in(key, core.CHOOSE), round_)
     chosen = jax.random.permutation(key, q_IM.shape[0])[:critic_subset]
     soft_M = q_IM[chosen].min(0) - jnp.exp(actor['log_temperature']) * x.logp

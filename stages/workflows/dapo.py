@@ -72,7 +72,7 @@ def dapo(
   staleness: ranges.NonNegativeInt = 0,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: ranges.PositiveFloat = 2.0,
+  importance_cap: ranges.AtLeastOne = 2.0,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Learns from groups of mixed accuracy: neither all right nor all wrong.
@@ -191,6 +191,15 @@ def overlong(length_B, limit: int, buffer: int):
   return jnp.clip((limit - buffer - length_B) / buffer, -1.0, 0.0)
 
 
+def _check_buffer(buffer: int, limit: int):
+  if buffer >= limit:
+    raise ValueError(
+      f'overlong_buffer = {buffer} reaches over the whole completion, of '
+      f'{limit} tokens at most, so that each would be punished for its length: '
+      'give fewer tokens than that.'
+    )
+
+
 def _round_prompts(
   rounds: int, group_size: int, problem: base.Problem, key, round_
 ):
@@ -250,6 +259,7 @@ def _group_advantage(
   @stages.stage('group_advantage', group_size=group_size)
   def group_advantage(reward_B, mask_BT):
     if overlong_buffer is not None:
+      _check_buffer(overlong_buffer, mask_BT.shape[1])
       reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
     reward_NG = reward_B.reshape(-1, group_size)
     advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)

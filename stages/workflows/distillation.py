@@ -57,7 +57,7 @@ def distillation(
   aggregate: signatures.Aggregate = losses.token_mean,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: ranges.PositiveFloat = 2.0,
+  importance_cap: ranges.AtLeastOne = 2.0,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Trains a student towards a teacher on the student's own completions.

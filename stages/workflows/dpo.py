@@ -53,7 +53,11 @@ def dpo(
     label_smoothing: as in `losses.preference`.
     balance_coef: weight of the loss that balances experts, a mean over the two
       completions of a pair; see `stages.language.scoring.balance`.
+
+  Raises:
+    ValueError: for a policy that samples from another distribution.
   """
+  policy_stages.check_sampling(policy)
   balance.check(policy, balance_coef)
   loss = objective(policy, beta, label_smoothing, balance_coef)
   score_ref = stages.Stage(

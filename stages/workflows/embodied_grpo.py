@@ -58,7 +58,7 @@ def embodied_grpo(
   episode_reward: EpisodeReward = episode_stats.success,
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.2,
-  dual_clip: ranges.PositiveFloat | None = None,
+  dual_clip: ranges.AboveOne | None = None,
   kl_coef: ranges.NonNegativeFloat = 0.0,
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
   entropy_coef: float = 0.0,

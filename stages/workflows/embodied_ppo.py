@@ -45,7 +45,7 @@ def embodied_ppo(
   gae_lambda: ranges.Fraction = 0.95,
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.2,
-  dual_clip: ranges.PositiveFloat | None = None,
+  dual_clip: ranges.AboveOne | None = None,
   value_coef: ranges.NonNegativeFloat = 0.5,
   value_clip: ranges.PositiveFloat | None = None,
   value_huber: ranges.PositiveFloat | None = None,

@@ -5,6 +5,7 @@ REINFORCE++.
 """
 
 import functools
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -59,7 +60,7 @@ def grpo(
   group_size: ranges.PositiveInt,
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.2,
-  dual_clip: ranges.PositiveFloat | None = None,
+  dual_clip: ranges.AboveOne | None = None,
   kl_coef: ranges.NonNegativeFloat = 0.0,
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
   kl_reward_coef: ranges.NonNegativeFloat = 0.0,
@@ -80,7 +81,7 @@ def grpo(
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: ranges.PositiveFloat = 2.0,
+  importance_cap: ranges.AtLeastOne = 2.0,
   rollouts: policy_stages.RolloutMethod = policy_stages.complete,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
@@ -163,11 +164,11 @@ def grpo(
   Raises:
     ValueError: for a KL term and a KL penalty at once, for `kl_to_go` without a
       penalty, or for a greedy baseline of rollouts that a step leaves
-      unfinished.
+      unfinished, or beside another baseline.
   """
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   generate = rollouts(policy, group_size)
-  _check_baseline(greedy_baseline, generate)
+  _check_baseline(greedy_baseline, generate, advantage, turn_advantage)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
@@ -233,7 +234,20 @@ def _init(policy, verify, optimizer, has_reference: bool, staleness: int, key):
   return State(*learner, verifier=judge)
 
 
-def _check_baseline(greedy: bool, generate: policy_stages.Rollouts):
+def _check_baseline(greedy: bool, generate, advantage, turn_advantage):
+  centered = (
+    advantages.group_relative,
+    advantages.group_centered,
+    advantages.leave_one_out,
+  )
+  # Gin wraps the functions that recipes name.
+  if greedy and not turn_advantage and inspect.unwrap(advantage) in centered:
+    raise ValueError(
+      'greedy_baseline subtracts a number from all rewards of a group, which '
+      f'advantages.{inspect.unwrap(advantage).__name__} subtracts again: use '
+      'advantage = advantages.no_baseline (ReMax), or leave greedy_baseline '
+      'out.'
+    )
   if greedy and generate.allocate:
     raise ValueError(
       'greedy_baseline compares the completions of a step with greedy ones of '

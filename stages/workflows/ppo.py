@@ -74,7 +74,7 @@ def ppo(
   normalize_advantages: bool = True,
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.2,
-  dual_clip: ranges.PositiveFloat | None = None,
+  dual_clip: ranges.AboveOne | None = None,
   value_coef: ranges.NonNegativeFloat = 1.0,
   value_clip: ranges.PositiveFloat | None = 0.2,
   critic_warmup_steps: ranges.NonNegativeInt = 0,
@@ -92,7 +92,7 @@ def ppo(
   aggregate: signatures.Aggregate = losses.token_mean,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: ranges.PositiveFloat = 2.0,
+  importance_cap: ranges.AtLeastOne = 2.0,
   rollouts: policy_stages.RolloutMethod = policy_stages.complete,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
@@ -236,14 +236,11 @@ def estimator(
 ) -> Callable:
   """Returns `params, experience, verdict, ref_logp_BT -> experience`.
 
-  It adds values, token rewards, advantages and returns.
-
   Args:
     critic: the value model; `params` are its parameters.
     group_size: adjacent rows that share a prompt.
-    gae: (`discount`, `turn_discount`), `gae_lambda` and `critic_gae_lambda` of
-      `ppo`.
-    shaping: `kl_reward_coef` and `normalize_advantages` of `ppo`.
+    gae: (`discount`, `turn_discount`), `gae_lambda`, `critic_gae_lambda`.
+    shaping: `kl_reward_coef` and `normalize_advantages`.
   """
   groups = {'group_size': group_size, 'divisible_groups': True}
   by_row = functools.partial(stages.Stage, **groups)
@@ -336,6 +333,8 @@ def _at_turns(
   """The reward and the discount of each token, [B, T]."""
   discount, turn_discount = discounts
   if turns is None:
+    if turn_discount != 1.0:
+      raise ValueError('turn_discount is for conversations: leave it out.')
     reward_BT = jax.vmap(advantages.at_last_token)(reward_B, mask_BT)
     return reward_BT, jnp.full_like(reward_BT, discount)
   reward_BK, _ = jax.vmap(turn_advantages.of_turns)(

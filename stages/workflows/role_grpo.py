@@ -53,7 +53,7 @@ def role_grpo(
   expected_turns: ranges.PositiveInt | None = None,
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.2,
-  dual_clip: ranges.PositiveFloat | None = None,
+  dual_clip: ranges.AboveOne | None = None,
   kl_coef: ranges.NonNegativeFloat = 0.0,
   kl_estimator: signatures.KlEstimator = losses.kl_k3,
   kl_reward_coef: ranges.NonNegativeFloat = 0.0,
@@ -73,7 +73,7 @@ def role_grpo(
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
-  importance_cap: ranges.PositiveFloat = 2.0,
+  importance_cap: ranges.AtLeastOne = 2.0,
   eval_samples: ranges.PositiveInt = 1,
   eval_greedy: bool | None = None,
 ) -> base.Workflow:

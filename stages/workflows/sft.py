@@ -35,9 +35,12 @@ def sft(
     evaluator: `policy, verify -> evaluate`, see `stages.language.evaluate`.
 
   Raises:
-    ValueError: for a learned verifier.
+    ValueError: for a learned verifier, and for a policy that does not sample
+      from the whole distribution at temperature 1: its `evaluate` would score
+      examples under another one.
   """
   verifiers.refuse_learned(verify)
+  policy_stages.check_sampling(policy)
 
   balance.check(policy, balance_coef)
 

@@ -204,7 +204,12 @@ def test_remax_takes_a_learned_verifier():
   want = np.arange(8.0) - np.repeat(greedy_N, 2)
   np.testing.assert_allclose(got.reward, want)
   workflow = workflows.grpo(
-    policy, verify, optax.sgd(1.0), group_size=2, greedy_baseline=True
+    policy,
+    verify,
+    optax.sgd(1.0),
+    group_size=2,
+    advantage=advantages.no_baseline,
+    greedy_baseline=True,
   )
   names = {*tiny.trace(workflow, problem).stages}
   assert {'judge', 'above_greedy'} <= names
@@ -217,6 +222,7 @@ def test_remax_of_prompts_that_a_step_leaves_unfinished_is_refused():
       tiny.even,
       optax.sgd(1.0),
       group_size=2,
+      advantage=advantages.no_baseline,
       greedy_baseline=True,
       rollouts=functools.partial(
         partial_rollout.partial_rollouts, max_carry=1, extra_groups=1

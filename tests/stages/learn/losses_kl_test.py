@@ -140,3 +140,15 @@ def test_weights_are_truncated_or_masked():
 def test_a_masked_weight_counts_in_the_denominator():
   weight = losses.masked(jnp.array([[1.0, 9.0]]), 2.0)
   assert losses.token_mean(3.0 * weight, jnp.ones((1, 2))) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+  'weight',
+  [losses.token_weight, losses.sequence_weight, losses.geometric_weight],
+)
+def test_padding_changes_no_importance_weight(weight):
+  """Its log-probabilities are arbitrary, and may be infinite."""
+  mask = jnp.array([[1.0, 0.0]])
+  behavior = jnp.array([[-1.5, -1.0]])
+  got = weight(jnp.array([[-1.0, -jnp.inf]]), behavior, mask)
+  np.testing.assert_allclose(got[0, 0], np.exp(0.5), rtol=1e-6)

@@ -280,6 +280,21 @@ def test_a_share_of_the_steps_keeps_the_full_rate_before_it_falls():
   )
 
 
+@pytest.mark.parametrize(
+  'settings',
+  [
+    {'warmup_steps': 4, 'decay_steps': 4},
+    {'warmup_steps': 5, 'decay_steps': 2},
+    {'decay_steps': 4, 'constant_share': 0.96},
+    {'decay_steps': 0},
+  ],
+)
+def test_a_decay_that_leaves_no_step_still_ends_at_zero(settings):
+  """Optax reads a decay of no updates as a constant rate."""
+  last = rates(optimizers.adamw(0.4, **settings), 9)[-3:]
+  np.testing.assert_array_equal(last, 0.0)
+
+
 def test_adamw_decays_weights_by_its_rate():
   optimizer = optimizers.adamw(0.5, weight_decay=0.1)
   params = {'w': jnp.array([1.0, -2.0])}
