@@ -212,10 +212,16 @@ class Allocation:
   def hand_over(self, variable: variables.Variable):
     """Stores a variable in memory of its own, for a loop to read."""
     self.store(variable)
-    if any(n < buffer.size for buffer, n in variable.sources.items()):
-      variable.fused = True  # A slice of a larger buffer is copied.
-      self.store(variable)
+    self.copy_slice(variable)
     self.read(variable)
+
+  def copy_slice(self, variable: variables.Variable):
+    """Copies a slice of a larger buffer to memory of its own."""
+    if variable.fused:
+      return
+    if any(n < buffer.size for buffer, n in variable.sources.items()):
+      variable.fused = True
+      self.store(variable)
 
   def redivide(self, variable, divided) -> variables.Variable:
     """Returns a variable as if it was divided from the start."""

@@ -147,7 +147,9 @@ class WorkCounter(loops.LoopCounter):
     )
 
   def _view(self, eqn, args):
-    if len(eqn.outvars) > 1:  # A barrier.
+    if len(eqn.outvars) > 1:  # A barrier, which all of them pass in memory.
+      for variable in args:
+        self.copy_slice(variable)
       return args
     (divided,) = self.divided(eqn, args)
     variable, size = args[0], self.local(eqn.outvars[0].aval, divided)

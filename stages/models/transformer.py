@@ -261,6 +261,32 @@ def layer_params(params: Any, i: int) -> Any:
   return jax.tree.map(lambda x: x[i], params['layers'])
 
 
+def unstacked(config: Config, params: Any, before: Any) -> tuple[list, Any]:
+  """Parameters of every layer, of which XLA copies one matrix after another.
+
+  A loop that reads each layer many times reads copies of its own. If XLA made
+  them in any order, most of them would be in memory before the first parameter
+  of all layers could be freed.
+
+  Args:
+    config: dimensions of the model.
+    params: its parameters.
+    before: what is computed before, such as what scans the layers.
+
+  Returns:
+    The parameters by layer, and `before`.
+  """
+  leaves, tree = jax.tree.flatten(params['layers'])
+  by_leaf = []
+  for leaf in leaves:
+    leaf, before = jax.lax.optimization_barrier((leaf, before))
+    if by_leaf:
+      leaf, by_leaf[-1] = jax.lax.optimization_barrier((leaf, by_leaf[-1]))
+    by_leaf.append([leaf[i] for i in range(config.L)])
+  layers = zip(*by_leaf, strict=True)
+  return [jax.tree.unflatten(tree, layer) for layer in layers], before
+
+
 def compute_params(config: Config, params: Any) -> Any:
   """Parameters rounded once, for a call that reads each of them many times.
 

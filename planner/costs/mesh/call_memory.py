@@ -55,12 +55,15 @@ def within(
       found['transposed parameters'] = parameters.transposed(axes)
     # Those of the vocabulary are in there, and in full.
     made = {v for v in made if 'V' not in flow.values[v].letters}
+  elif decodes:
+    # It gathers all parameters before its loop, so that a device has what it
+    # makes of them in full, such as rounded ones and copies of each layer.
+    found = {'activations': done.bytes_alive}
+    item = max(map(collectives.item_bytes, done.matmul), default=0)
+    found['gathered parameters'] = parameters.gathered_as_they_are(axes, item)
   else:
     alive = call.per_row.bytes_alive * local_rows
     found = {'activations': alive + call.fixed.bytes_alive * share}
-    if decodes:  # It gathers all of them before its loop.
-      item = max(map(collectives.item_bytes, done.matmul), default=0)
-      found['gathered parameters'] = parameters.gathered(axes, item)[0]
   found['sums of a micro-batch'] = sum(
     layout.local(flow.values[v], axes) for v in made
   )

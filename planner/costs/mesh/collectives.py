@@ -133,6 +133,26 @@ class Parameters:
         again += 0.0 if 'V' in value.letters else bytes_
     return size, again
 
+  def gathered_as_they_are(self, axes, item: float) -> float:
+    """Returns the bytes that decoding has of what it gathers and rounds not.
+
+    These are the embedding and the output layer, where they have the type of
+    the arithmetic already. It reads copies of layers, and nothing else of
+    parameters that are rounded.
+
+    Args:
+      axes: axes of the mesh.
+      item: bytes of a number in the type of the arithmetic.
+    """
+    sizes, size = dict(axes), 0.0
+    for value in self.read:
+      used = self.used(value, axes)
+      rows = self.layout.of_rows
+      is_narrow = value.bytes <= item * math.prod(value.shape)
+      if 'V' in value.letters and is_narrow and {*used} & {*rows}:
+        size += value.bytes / math.prod(sizes[a] for a in used if a not in rows)
+    return size
+
   def transposed(self, axes) -> float:
     """Returns the bytes of parameters that XLA copies with another layout.
 

@@ -121,7 +121,8 @@ def prompt_layers(model, params, split: SplitPrompt, record: bool):
       lambda x: x.reshape(chunks * n, *x.shape[2:]),
       jax.lax.map(by_layer, prompt),
     )
-  found = [(transformer.layer_params(params, i), *caches[i]) for i in layers]
+  own, caches = transformer.unstacked(model.config, params, caches)
+  found = [(layer, *cache) for layer, cache in zip(own, caches, strict=True)]
   return found, None if expert is None else expert[:N]
 
 
@@ -129,11 +130,12 @@ def cached_layers(model, params, cache: attention.PromptCache):
   """By layer: its parameters, and its prompts' keys and values [N, K, P, W]."""
   # Unrolled, because a scan would copy the whole cache at every token.
   # Transposed once, into the layout that every token reads.
+  own, cache = transformer.unstacked(model.config, params, cache)
   return [
     (
-      transformer.layer_params(params, i),
+      layer,
       jnp.swapaxes(cache.key[i], 1, 2),
       jnp.swapaxes(cache.value[i], 1, 2),
     )
-    for i in range(model.config.L)
+    for i, layer in enumerate(own)
   ]

@@ -6,6 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from planner.counting import count
+from stages.language import language_model
+from stages.models import transformer
+import tiny
 
 B, D, L, V = 4, 32, 3, 64
 ITEM = 4  # Bytes of float32.
@@ -155,3 +158,28 @@ def test_a_tpu_has_a_weight_in_the_type_of_products_once():
   assert bytes_on('tpu') == narrow
   # It is converted to its own type after it is gathered, and back.
   assert bytes_on('gpu') == ITEM * D * V + narrow
+
+
+def test_decoding_copies_the_layers_of_one_matrix_after_another():
+  config = transformer.Config(
+    V=32, D=32, L=16, H=2, K=1, W=16, F=256, dtype='bfloat16'
+  )
+  policy = language_model.policy(config, response_length=4)
+  prompt = tiny.problem(2).prompt
+  params = jax.eval_shape(policy.init, jax.random.key(0))
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 2))
+  done = count.work(policy.act, params, prompt, keys)
+  rounded = sum(2 * x.size for x in jax.tree.leaves(params))
+  largest = 2 * config.L * config.D * config.F
+  # Besides, there are caches, logits and the like.
+  assert rounded < done.bytes_alive < rounded + 1.5 * largest < 2 * rounded
+
+
+def test_a_barrier_copies_a_slice():
+  def halves(x):
+    y = jnp.sort(x)
+    one, other = lax.optimization_barrier((y[: B // 2], y[B // 2 :]))
+    return jnp.sort(one), jnp.sort(other)
+
+  # All of it and its halves; half of them are results.
+  assert count.work(halves, like(B, D)).bytes_alive == 2 * ITEM * B * D

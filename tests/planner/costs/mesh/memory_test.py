@@ -3,11 +3,18 @@
 import dataclasses
 
 import numpy as np
+import optax
 import pytest
 
+from planner.costs.mesh import call_memory
+from planner.costs.mesh import layout as layout_lib
+from planner.counting import count
 from planner.ir import plan as plan_lib
-from sharding import slices
+from sharding import rules, slices
+from stages import workflows
+from stages.language import language_model
 from tests.planner.costs import toy_costs
+import tiny
 
 F32, LAYERS, D, F = np.dtype('float32'), 10, 64, 256
 
@@ -124,3 +131,27 @@ def test_meshes_of_1024_devices_divide_their_dimensions():
   menu = m.axes(('step',), 1024)
   assert menu and all(dict(axes).get('fsdp', 1) <= D for axes in menu)
   assert m.axes(('act',), 1024) == ()  # There are 32 rows.
+
+
+@pytest.mark.parametrize('dtype, item', [('bfloat16', 2), ('float32', 4)])
+def test_a_device_that_decodes_has_all_that_it_makes_of_parameters(dtype, item):
+  config = dataclasses.replace(tiny.CONFIG, dtype=dtype)
+  policy = language_model.policy(config, response_length=6)
+  workflow = workflows.grpo(policy, tiny.even, optax.sgd(0.1), group_size=4)
+  flow = tiny.trace(workflow, tiny.problem())
+  (node,) = (x for x in flow.nodes if x.name == 'generate')
+  works = {'generate': count.of_node(flow, node)}
+
+  def own(rows, *axes):
+    execution = plan_lib.Execution(rows)
+    layout = layout_lib.Layout(rules.DEFAULT)
+    found = call_memory.within(flow, node, axes, execution, 1, works, layout)
+    return {what: number.value for what, number in found.items()}
+
+  alone, shared = own(8), own(32, ('fsdp', 4))
+  assert shared['activations'] == alone['activations'] > 0
+  # What it does not round, it has as it is gathered.
+  tables = config.V * config.D * item * (2 - config.tie_embeddings)
+  gathered = tables if dtype == 'float32' else 0
+  assert shared['gathered parameters'] == gathered
+  assert not alone['gathered parameters']
