@@ -71,12 +71,7 @@ def read(folder: str | os.PathLike) -> Run:
     ValueError: if a file holds something else than runs write.
   """
   folder = pathlib.Path(folder)
-  series: dict[str, dict[int, float]] = {}
-  for record in records(folder, 'metrics.jsonl'):
-    for name, value in record.items():
-      if name != 'step':
-        number = _number(value, name, folder / 'metrics.jsonl')
-        series.setdefault(name, {})[record['step']] = number
+  series = metrics(folder)
   if not series:
     raise FileNotFoundError(
       f'{folder} has no metrics to report: its metrics.jsonl is missing or '
@@ -85,7 +80,7 @@ def read(folder: str | os.PathLike) -> Run:
   inside = folder / 'warm_start'
   return Run(
     folder,
-    {name: _series(values) for name, values in series.items()},
+    series,
     [
       record
       for record in records(folder, 'timeline.jsonl')
@@ -96,6 +91,21 @@ def read(folder: str | os.PathLike) -> Run:
     read(inside) if records(inside, 'metrics.jsonl') else None,
     _evaluation(folder / 'evaluation.json'),
   )
+
+
+def metrics(folder: pathlib.Path) -> dict[str, Series]:
+  """Every metric of a run folder, by name; none before its first step.
+
+  Raises:
+    ValueError: if metrics.jsonl holds something else than runs write.
+  """
+  found: dict[str, dict[int, float]] = {}
+  for record in records(folder, 'metrics.jsonl'):
+    for name, value in record.items():
+      if name != 'step':
+        number = _number(value, name, folder / 'metrics.jsonl')
+        found.setdefault(name, {})[record['step']] = number
+  return {name: _series(values) for name, values in found.items()}
 
 
 def completions(folder: str | os.PathLike) -> list[dict[str, Any]]:

@@ -3,12 +3,13 @@
 import ast
 from collections.abc import Iterable, Mapping
 import itertools
+import math
 import os
 import pathlib
 import re
 from typing import Any, NamedTuple
 
-_MOST_POINTS = 10_000
+_MOST_POINTS = 10_000  # Of a grid, and so of each of its parameters.
 
 
 class Point(NamedTuple):
@@ -60,9 +61,15 @@ def grid(over: Iterable[str], workdir: str | os.PathLike) -> list[Point]:
   """Lists every combination of values; the last parameter varies fastest.
 
   Raises:
-    ValueError: if two points have the same name.
+    ValueError: if two points have the same name, or there are too many.
   """
   axes = [parse_over(text) for text in over]
+  number = math.prod(len(values) for _, values in axes)
+  if number > _MOST_POINTS:
+    raise ValueError(
+      f'The grid has {number:,} points, as every --over multiplies them, and '
+      f'the most are {_MOST_POINTS:,}: give fewer values.'
+    )
   names = [name for name, _ in axes]
   short = labels(names)
   points = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 import csv
+import functools
 import itertools
 import json
 import pathlib
@@ -133,11 +134,11 @@ def curve(
     None if no finished point logged the metric.
   """
   series = [
-    run_folder.read(point.folder).series.get(metric)
+    found
     for point in points
     if read_result(point) is not None
+    and (found := _series(point.folder.absolute(), metric)) is not None
   ]
-  series = [x for x in series if x is not None]
   if not series:
     return None
   steps = series[0].step
@@ -147,6 +148,15 @@ def curve(
   if len(values) < 2:
     return steps, values[0], np.full(steps.shape, np.nan)
   return steps, values.mean(0), values.std(0, ddof=1)
+
+
+@functools.cache
+def _series(folder: pathlib.Path, metric: str) -> run_folder.Series | None:
+  """A metric of a finished point, whose files change no more.
+
+  It is read once, although the results are written whenever a point finishes.
+  """
+  return run_folder.metrics(folder).get(metric)
 
 
 def plot(

@@ -98,3 +98,10 @@ def test_names_of_points_are_single_folders():
 def test_duplicate_points_are_refused(over):
   with pytest.raises(ValueError, match='Two points of the grid'):
     names(*over)
+
+
+def test_a_grid_of_too_many_points_is_refused_before_it_is_built():
+  axes = [f'a.{name} = range(100)' for name in 'bcdefgh']
+  with pytest.raises(ValueError, match=r'has 100,000,000,000,000 points'):
+    grid.grid(axes, 'runs')
+  assert len(grid.grid(axes[:2], 'runs')) == 10_000

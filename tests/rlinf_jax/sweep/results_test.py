@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
+from rlinf_jax.run_files import run_folder
 from rlinf_jax.sweep import grid, results
 
 HIGH = 'workflows.grpo.clip_high = [0.2, 0.28]'
@@ -144,3 +145,19 @@ def test_a_metric_that_no_point_logged_is_refused_with_a_suggestion(folder):
   groups = results.settings(ran(HIGH))
   with pytest.raises(ValueError, match='did you mean `eval/accuracy`'):
     results.plot(groups, 'eval/acuracy', pathlib.Path('x.png'))
+
+
+def test_of_a_finished_point_the_metrics_alone_are_read_and_once(monkeypatch):
+  points, read = ran(HIGH, SEED), []
+  # Reports read what is damaged here; a sweep has no use for it.
+  (points[0].folder / 'timeline.jsonl').write_text('[1]\n')
+  known = run_folder.records
+
+  def records(folder, name):
+    read.append((folder.name, name))
+    return known(folder, name)
+
+  monkeypatch.setattr(run_folder, 'records', records)
+  for _ in range(3):
+    results.write(points, pathlib.Path('runs'), None)
+  assert sorted(read) == [(x.name, 'metrics.jsonl') for x in points]
