@@ -3,17 +3,19 @@
 A chat template is a program of those who published the checkpoint.
 `transformers` runs it in a sandbox of Jinja, from which it reaches nothing, but
 which has no limits: a template may loop for days, or write a gigabyte. Here it
-has a limit of time and one of length, and every error is a sentence.
+has a limit of time and limits of size, and every error is a sentence.
 """
 
 from collections.abc import Mapping, Sequence
 import ctypes
+import functools
 import queue
 import threading
 from typing import Any
 
 SECONDS = 5.0  # That a template may take.
-LONGEST = 1 << 24  # Characters that it may write.
+LONGEST = 1 << 24  # Characters that it may write, or entries that it may make.
+MAX_BITS = 1 << 16  # Of a whole number that it computes.
 
 
 def render(
@@ -35,6 +37,7 @@ def render(
 
   def run():
     try:
+      _bound_operators()
       done.put(
         tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
       )
@@ -60,12 +63,45 @@ def render(
   return text
 
 
+@functools.cache
+def _bound_operators():
+  """Bounds `*` and `**` in templates that `transformers` compiles from now on.
+
+  They compute outside Python, where no limit of time ends them.
+  """
+  from transformers.utils import chat_template_utils
+
+  class Environment(chat_template_utils.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(['*', '**'])
+
+    def call_binop(self, context, operator, left, right):
+      _check_size(operator, left, right)
+      return super().call_binop(context, operator, left, right)
+
+  chat_template_utils.ImmutableSandboxedEnvironment = Environment
+
+
+def _check_size(operator: str, left: Any, right: Any):
+  """Raises a ValueError if the result of an operator would be too large."""
+  if isinstance(left, int) and isinstance(right, int):
+    bits = abs(left).bit_length()
+    bits = bits * right if operator == '**' else bits + right.bit_length()
+    if bits > MAX_BITS:
+      raise ValueError(f'{operator} makes a number of over {MAX_BITS:,} bits')
+  for x, times in ((left, right), (right, left)):
+    repeats = (
+      operator == '*' and isinstance(times, int) and hasattr(x, '__len__')
+    )
+    if repeats and len(x) * times > LONGEST:
+      raise ValueError(f'* makes a text or a list of over {LONGEST:,} entries')
+
+
 def _end(thread: threading.Thread):
   """Ends a thread by a SystemExit that is raised in it.
 
   A template that loops would otherwise take a core for as long as the process
-  lives. What is computed outside Python, such as a long product of texts, ends
-  first.
+  lives. What is computed outside Python, such as a long text that is padded,
+  ends first.
   """
   ctypes.pythonapi.PyThreadState_SetAsyncExc(
     ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
