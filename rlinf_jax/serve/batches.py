@@ -125,7 +125,7 @@ class Decoder:
     )
 
   def update(self, params, version: int):
-    """Gives the parameters of all later batches."""
+    """Gives the parameters of all later batches; None releases them."""
     self._newest = params, version
 
   def drain(self):

@@ -1,6 +1,7 @@
 """Chat completions: from a checked request to recorded replies."""
 
 import asyncio
+import bisect
 from collections.abc import Callable, Sequence
 import secrets
 import time
@@ -63,6 +64,7 @@ class _Choice:
     if not self.ended.done():
       self.ended.set_result(result)
     self.news.set()
+    self._chat.forget_if_ended()
 
   def _tell(self, function, *args):
     try:
@@ -72,11 +74,11 @@ class _Choice:
 
 
 def _shortest(tokenizer, ids: Sequence[int], stop: Sequence[str]) -> int:
-  """The fewest of the first ids whose text has a stop text."""
-  return next(
-    n
-    for n in range(1, len(ids) + 1)
-    if replies.text(tokenizer, ids[:n], stop).is_stopped
+  """The fewest of the first ids whose text has a stop text, as all ids have."""
+  return 1 + bisect.bisect_left(
+    range(1, len(ids)),
+    True,
+    key=lambda n: replies.text(tokenizer, ids[:n], stop).is_stopped,
   )
 
 
@@ -113,6 +115,8 @@ class Completion:
         served.decoder.submit(choice.job)
     except batches.BusyError as error:
       self.cancel()
+      if session is not None:
+        session.forget(self.cancel)
       raise requests.RequestError(str(error), 429, code='busy') from None
 
   def _start(self) -> sessions.Start:
@@ -154,6 +158,11 @@ class Completion:
     """Ends the decoding; nothing more is recorded."""
     for choice in self._choices:
       choice.job.is_cancelled.set()
+
+  def forget_if_ended(self):
+    """Lets the session keep nothing of a call whose choices have ended."""
+    if self.session is not None and all(x.ended.done() for x in self._choices):
+      self.session.forget(self.cancel)
 
   async def whole(self) -> dict:
     """The completion, once all choices have ended."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import hmac
-import math
 import secrets
+import sys
 
 from starlette import applications, responses, routing
 from starlette import requests as starlette_requests
@@ -138,7 +138,9 @@ class Endpoint:
   async def _reward(self, request):
     session = self._session(request, request.path_params['id'])
     reward = requests.read_json(await _body(request)).get('reward')
-    if type(reward) not in (int, float) or not math.isfinite(reward):
+    # A comparison takes whole numbers of any size, which `float` does not.
+    fits = type(reward) in (int, float) and abs(reward) <= sys.float_info.max
+    if not fits:
       raise requests.RequestError(
         'The reward must be a finite number: send {"reward": 1.0}.',
         param='reward',

@@ -68,7 +68,7 @@ class Decoder:
     return f'vLLM decodes up to {self.max_rows} replies at once.'
 
   def update(self, params, version: int):
-    """Gives the parameters of all later jobs."""
+    """Gives the parameters of all later jobs; None releases them."""
     self._newest = params, version
 
   def submit(self, job: batches.Job):

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 import json
-import math
 from typing import Any, NamedTuple
 
 MAX_CHOICES = 8  # Of one request.
@@ -184,8 +183,7 @@ def _integer(raw: Mapping, name: str, low: int, high: int) -> int | None:
 def _temperature(value) -> float:
   if value is None:
     return 1.0
-  fits = type(value) in (int, float) and math.isfinite(value)
-  fits = fits and (value == 0 or 0.01 <= value <= 2)
+  fits = type(value) in (int, float) and (value == 0 or 0.01 <= value <= 2)
   _check(fits, 'temperature', 'must be 0, or from 0.01 to 2')
   return float(value)
 

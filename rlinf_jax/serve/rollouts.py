@@ -239,7 +239,9 @@ class _Served:
         'adapters: generate with vLLM, or leave out lora.'
       )
     self._decoder.update(actor.params, int(actor.step))
-    own = [self._endpoint.sessions.create(key, temperature) for key in keys]
+    own = [
+      self._endpoint.sessions.create(key, temperature, False) for key in keys
+    ]
 
     def work(row):
       session, problem = row
@@ -252,8 +254,9 @@ class _Served:
     finally:
       for session in own:
         self._endpoint.sessions.remove(session)
-      # The arrays of the parameters may be reused from here on.
       self._decoder.drain()
+      # From here on, their place may reuse or release these parameters.
+      self._decoder.update(None, 0)
     return [
       Outcome(session.trajectories(), reward)
       for session, reward in zip(own, rewards, strict=True)

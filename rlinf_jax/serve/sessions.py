@@ -9,6 +9,7 @@ call, such as after an agent has edited its history, starts a new trajectory.
 import collections
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import hashlib
 import json
 import secrets
 import threading
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rlinf_jax.agents import formats
 
-MAX_SESSIONS = 10_000  # The oldest are dropped.
+MAX_SESSIONS = 10_000  # Of those that clients create; the oldest are dropped.
 MAX_CALLS = 1000  # Of one session.
 
 
@@ -66,11 +67,42 @@ class Trajectory(NamedTuple):
 
 @dataclasses.dataclass
 class _Reply:
-  """A reply that later calls may continue."""
+  """A reply that later calls may continue.
 
-  history: list[Any]
-  trajectory: Trajectory
-  is_continued: bool = False
+  A session of many calls would fill the memory if each kept the conversation.
+
+  Attributes:
+    num_messages: of the conversation up to this reply, its tools among them.
+    digest: of these messages.
+    num_ids: of the trajectory, behind its prompt.
+    truncated: whether a limit of tokens cut the reply.
+    whole: the trajectory; of a reply that was continued, the first reply that
+      did, whose trajectory begins with this one.
+  """
+
+  num_messages: int
+  digest: bytes
+  num_ids: int
+  truncated: bool
+  whole: 'Trajectory | _Reply'
+
+  @property
+  def is_continued(self) -> bool:
+    return isinstance(self.whole, _Reply)
+
+  def trajectory(self) -> Trajectory:
+    """The ids up to and with this reply."""
+    whole, n = self.whole, self.num_ids
+    while isinstance(whole, _Reply):
+      whole = whole.whole
+    return Trajectory(
+      whole.prompt,
+      whole.ids[:n],
+      whole.own[:n],
+      whole.logp[:n],
+      whole.version[:n],
+      self.truncated,
+    )
 
 
 class Start(NamedTuple):
@@ -106,7 +138,7 @@ class Session:
     self.token = secrets.token_urlsafe(32)
     self.reward: float | None = None
     self.key, self.temperature, self._calls = key, temperature, 0
-    self._cancels: list[Callable] | None = []  # None once it is closed.
+    self._cancels: set[Callable] | None = set()  # None once it is closed.
     self._replies: list[_Reply] = []
     self._lock = threading.Lock()
 
@@ -114,14 +146,20 @@ class Session:
     """Calls `cancel` when the session closes, or now if it has."""
     with self._lock:
       if self._cancels is not None:
-        self._cancels.append(cancel)
+        self._cancels.add(cancel)
         return
     cancel()
+
+  def forget(self, cancel: Callable[[], None]):
+    """Keeps a `cancel` of `on_close` no longer."""
+    with self._lock:
+      if self._cancels is not None:
+        self._cancels.discard(cancel)
 
   def close(self):
     """Cancels calls under way; nothing more is recorded."""
     with self._lock:
-      cancels, self._cancels = self._cancels or [], None
+      cancels, self._cancels = self._cancels or (), None
     for cancel in cancels:
       cancel()
 
@@ -141,15 +179,17 @@ class Session:
 
   def start(self, tokenizer, messages, tools: Sequence[dict]) -> Start:
     """The ids that a call reads."""
-    history = [_canonical(list(tools)), *map(canonical, messages)]
+    digests = _digests(messages, tools)
     with self._lock:
-      replies = sorted(self._replies, key=lambda x: -len(x.history))
-    for reply in replies:
-      n = len(reply.history)
-      if n < len(history) and history[:n] == reply.history:
-        said = _said(tokenizer, reply.trajectory, messages[n - 1 :])
-        if said is not None:
-          return Start(reply.trajectory.read(said), reply)
+      found = [
+        (reply, reply.trajectory())
+        for reply in sorted(self._replies, key=lambda x: -x.num_messages)
+        if reply.digest in digests[reply.num_messages - 1 : -1][:1]
+      ]
+    for reply, trajectory in found:
+      said = _said(tokenizer, trajectory, messages[reply.num_messages - 1 :])
+      if said is not None:
+        return Start(trajectory.read(said), reply)
     return start(tokenizer, messages, tools)
 
   def record(
@@ -161,22 +201,20 @@ class Session:
     trajectory: Trajectory,
   ):
     """Adds a reply that was served whole."""
-    history = [
-      _canonical(list(tools)),
-      *map(canonical, messages),
-      canonical(reply),
-    ]
+    digests = _digests([*messages, reply], tools)
+    x = trajectory
+    made = _Reply(len(digests), digests[-1], len(x.ids), x.truncated, x)
     with self._lock:
       if self._cancels is None:
         return
-      if begun.parent is not None:
-        begun.parent.is_continued = True
-      self._replies.append(_Reply(history, trajectory))
+      if begun.parent is not None and not begun.parent.is_continued:
+        begun.parent.whole = made
+      self._replies.append(made)
 
   def trajectories(self) -> list[Trajectory]:
     """Conversations that no later call continues, the oldest first."""
     with self._lock:
-      return [x.trajectory for x in self._replies if not x.is_continued]
+      return [x.trajectory() for x in self._replies if not x.is_continued]
 
 
 def start(tokenizer, messages, tools: Sequence[dict]) -> Start:
@@ -210,6 +248,15 @@ def _said(tokenizer, before: Trajectory, messages) -> list[int] | None:
   ended = before.ids[-1:] == (tokenizer.eos_token_id,)
   end = [] if ended else [tokenizer.eos_token_id]
   return end + tokenizer(text, add_special_tokens=False)['input_ids']
+
+
+def _digests(messages: Sequence[Mapping], tools: Sequence[dict]) -> list[bytes]:
+  """A digest of the tools, and of them with 1, 2, ... of the messages."""
+  digest, found = hashlib.sha256(), []
+  for text in (_canonical(list(tools)), *map(canonical, messages)):
+    digest.update(hashlib.sha256(text.encode()).digest())
+    found.append(digest.digest())
+  return found
 
 
 def canonical(message: Mapping) -> str:
@@ -254,31 +301,46 @@ class Sessions:
   """All sessions of a server."""
 
   def __init__(self):
-    self._by_id: collections.OrderedDict[str, Session] = (
-      collections.OrderedDict()
-    )
+    self._by_id: dict[str, Session] = {}
     self._by_token: dict[str, Session] = {}
+    # Those that may be dropped, the oldest first.
+    self._old: collections.OrderedDict[str, Session] = collections.OrderedDict()
     self._lock = threading.Lock()
 
   def create(
-    self, key: Any = None, temperature: float | None = None
+    self,
+    key: Any = None,
+    temperature: float | None = None,
+    may_be_dropped: bool = True,
   ) -> Session:
-    """A new session; the oldest is dropped where there are too many."""
+    """Makes a session.
+
+    Args:
+      key: of its samples; None for random ones.
+      temperature: of its samples; None for that of its calls.
+      may_be_dropped: whether it is dropped once there are `MAX_SESSIONS` newer
+        ones. Otherwise, it lasts until it is removed.
+    """
     session = Session(key, temperature)
     with self._lock:
       self._by_id[session.id] = session
       self._by_token[session.token] = session
-      if len(self._by_id) > MAX_SESSIONS:
-        _, oldest = self._by_id.popitem(last=False)
-        del self._by_token[oldest.token]
+      if may_be_dropped:
+        self._old[session.id] = session
+      if len(self._old) > MAX_SESSIONS:
+        self._forget(next(iter(self._old.values())))
     return session
 
   def remove(self, session: Session):
     """Closes and forgets a session; its token admits to nothing."""
     session.close()
     with self._lock:
-      self._by_id.pop(session.id, None)
-      self._by_token.pop(session.token, None)
+      self._forget(session)
+
+  def _forget(self, session: Session):
+    self._by_id.pop(session.id, None)
+    self._by_token.pop(session.token, None)
+    self._old.pop(session.id, None)
 
   def find(self, name: str) -> Session | None:
     return self._by_id.get(name)

@@ -1,7 +1,9 @@
 """Rows that agents play are those that the endpoint served."""
 
+import gc
 import json
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +116,21 @@ def test_equal_keys_give_equal_rows(folder, policy, actor):
     play(folder, policy, actor, agent, PROBLEMS[:1])[1].action for _ in range(2)
   ]
   np.testing.assert_array_equal(*rows)
+
+
+def test_parameters_are_released_with_their_batch(folder, policy, actor):
+  def quick(base_url, api_key, problem):
+    return agent(base_url, api_key, {'say': 'hello'})
+
+  newer = base.Version(jax.tree.map(jnp.copy, actor.params), jnp.int32(5))
+  alive = [weakref.ref(x) for x in jax.tree.leaves(newer.params)]
+  play(folder, policy, newer, quick, PROBLEMS[:1])
+  del newer
+  deadline = time.monotonic() + 10  # The thread of the batch ends by itself.
+  while any(x() is not None for x in alive) and time.monotonic() < deadline:
+    gc.collect()
+    time.sleep(0.05)
+  assert not any(x() is not None for x in alive)
 
 
 def test_an_agent_that_raises_or_is_late_loses_its_own_row(

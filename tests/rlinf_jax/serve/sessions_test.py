@@ -1,12 +1,16 @@
 """Agents with tools, before a scripted model."""
 
+import gc
 import json
+import time
+import tracemalloc
 
 import httpx
 import openai
 import pytest
 
-from rlinf_jax.serve import completions, endpoint, server
+from rlinf_jax.agents import replies
+from rlinf_jax.serve import completions, endpoint, server, sessions
 import served_models
 from stages.language import tokens
 
@@ -167,3 +171,104 @@ def test_a_reply_that_the_limit_cuts_is_recorded_as_truncated(serve, tokenizer):
   (x,) = session.trajectories()
   # The end token that the model did not write is read, not learned from.
   assert x.ids[3] == tokenizer.eos_token_id and x.own[3] == 0
+
+
+def test_calls_that_have_ended_are_not_kept_to_be_cancelled(serve):
+  client, session, _ = serve(*['one'] * 6)
+  for _ in range(3):
+    chat(client)
+  for _ in chat(client, stream=True):
+    pass
+  chat(client, n=2)
+  deadline = time.monotonic() + 5
+  while session._cancels and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert session._cancels == set()
+
+
+def test_a_reply_that_was_continued_may_be_continued_otherwise(serve):
+  client, session, _ = serve('one', 'two', 'three', 'four')
+  said = chat(client).choices[0].message.model_dump()
+  messages = [*ASK, said, {'role': 'user', 'content': 'Why?'}]
+  said = chat(client, messages).choices[0].message.model_dump()
+  chat(client, [*messages, said, {'role': 'user', 'content': 'So?'}])
+  (x,) = session.trajectories()
+  chat(client, [*ASK, messages[1], {'role': 'user', 'content': 'How?'}])
+  first, other = session.trajectories()
+  assert first == x and other.prompt == x.prompt
+  n = len('one') + 1
+  assert other.ids[:n] == x.ids[:n] and other.logp[:n] == x.logp[:n]
+  assert sum(other.own) == n + len('four') + 1
+
+
+def test_the_memory_of_a_session_grows_with_its_ids_not_with_its_calls_too():
+  per_call, text = 64, 'some words ' * 40
+
+  def used(num_calls):
+    session, messages, parent = sessions.Session(), list(ASK), None
+    x = sessions.Trajectory((1, 2))
+    for i in range(num_calls):
+      x = x.wrote([i] * per_call, [-0.5] * per_call, i, False)
+      reply = {'role': 'assistant', 'content': f'{i} {text}'}
+      session.record(sessions.Start(x, parent), messages, [], reply, x)
+      parent = session._replies[-1]
+      messages = [*messages, reply, {'role': 'user', 'content': f'{i} {text}'}]
+    del messages, reply
+    gc.collect()
+    assert session.trajectories() == [x]
+    return tracemalloc.get_traced_memory()[0]
+
+  tracemalloc.start()
+  few, many = used(20), used(80)
+  tracemalloc.stop()
+  # Twice what is linear; what each call keeps in full would grow 16-fold.
+  assert many < 8 * few
+
+
+@pytest.mark.parametrize('end', ['</answer>', ' x', '7'])
+def test_the_ids_up_to_a_stop_text_are_found_in_few_looks(tokenizer, end):
+  class Counting:
+    looks = 0
+
+    def decode(self, ids, **kwargs):
+      self.looks += 1
+      return tokenizer.decode(ids, **kwargs)
+
+  ids = tokenizer('What is 6*7? ' * 40 + end + ' and more')['input_ids']
+  counting = Counting()
+  found = completions._shortest(counting, ids, [end])
+  assert found == next(
+    n
+    for n in range(1, len(ids) + 1)
+    if replies.text(tokenizer, ids[:n], [end]).is_stopped
+  )
+  assert counting.looks <= len(ids).bit_length() + 1
+
+
+def test_sessions_of_a_batch_are_not_dropped_for_newer_ones(monkeypatch):
+  monkeypatch.setattr(sessions, 'MAX_SESSIONS', 4)
+  all_sessions = sessions.Sessions()
+  clients = [all_sessions.create() for _ in range(3)]
+  batch = [all_sessions.create(i, 1.0, False) for i in range(9)]
+  clients += [all_sessions.create() for _ in range(3)]
+  admitted = [all_sessions.of_token(x.token) for x in clients]
+  assert admitted == [None, None, *clients[2:]]
+  assert [all_sessions.find(x.id) for x in batch] == batch
+  assert [all_sessions.of_token(x.token) for x in batch] == batch
+  for session in (*batch, *clients):
+    all_sessions.remove(session)
+  assert not all_sessions._old and not all_sessions._by_token
+
+
+@pytest.mark.parametrize('number', ['1' + '0' * 400, 'NaN', '1e999', 'true'])
+def test_numbers_out_of_range_are_refused(serve, number):
+  client, session, _ = serve('one')
+  headers = {'authorization': f'Bearer {session.token}'}
+  chat_body = json.dumps({'model': 'model', 'messages': ASK})
+  for path, body in (
+    ('chat/completions', f'{chat_body[:-1]}, "temperature": {number}}}'),
+    (f'sessions/{session.id}/reward', f'{{"reward": {number}}}'),
+  ):
+    url = f'{client.base_url}{path}'
+    assert httpx.post(url, headers=headers, content=body).status_code == 400
+  assert session.reward is None
