@@ -36,6 +36,10 @@ def estimator(
   advantage of the turn that a token belongs to, and what R has beyond the
   rewards of the `turns` belongs to the last. Advantages are 0 on padding.
 
+  A row without a token of the policy's, such as that of an environment that
+  failed or of a role that had no turn, is compared as if its reward were the
+  mean of the others of its group, so that it moves no baseline.
+
   Args:
     advantage: A, `reward_G -> advantage_G` of one group.
     group_size: completions of each prompt.
@@ -58,8 +62,11 @@ def estimator(
       if not kl_to_go:
         reward_B -= kl_coef * kl_BT.sum(1)
     if turn_advantage is None:
-      advantage_NG = jax.vmap(advantage)(reward_B.reshape(-1, group_size))
-      advantage_BT = advantage_NG.reshape(-1, 1)
+      filled_NG = jax.vmap(advantages.fill_rewards)(
+        reward_B.reshape(-1, group_size),
+        mask_BT.max(1).reshape(-1, group_size),
+      )
+      advantage_BT = jax.vmap(advantage)(filled_NG).reshape(-1, 1)
     else:
       advantage_BT = _by_turn(
         turn_advantage, group_size, reward_B, turns, mask_BT
@@ -111,11 +118,18 @@ def _by_turn(
   reward_BK, taken_BK = jax.vmap(turn_advantages.of_turns)(
     turns.reward, reward_B, mask_BT
   )
+
+  def of_group(reward_GK, taken_GK, state_GK):
+    # `advantage` may compare whole rows, by their sums.
+    return_G = advantages.fill_rewards(reward_GK.sum(1), taken_GK[:, 0])
+    first_G = jnp.where(taken_GK[:, 0] > 0, reward_GK[:, 0], return_G)
+    return advantage(reward_GK.at[:, 0].set(first_G), taken_GK, state_GK)
+
   groups = (
     x.reshape(-1, group_size, x.shape[1])
     for x in (reward_BK, taken_BK, turns.state)
   )
-  advantage_BK = jax.vmap(advantage)(*groups).reshape(reward_BK.shape)
+  advantage_BK = jax.vmap(of_group)(*groups).reshape(reward_BK.shape)
   turn_BT = jax.vmap(turn_advantages.turn_of_token)(mask_BT)
   return jnp.take_along_axis(advantage_BK, turn_BT, 1)
 

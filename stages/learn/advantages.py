@@ -133,6 +133,25 @@ def no_baseline(reward_G):
   return reward_G
 
 
+def fill_rewards(reward_G, kept_G):
+  """Rewards of a group in which those that are not kept are the others' mean.
+
+  So a completion without a reward moves the mean of its group nowhere. The mean
+  is 0 where none is kept.
+
+  Args:
+    reward_G: rewards; arbitrary where `kept_G` is 0.
+    kept_G: 1 where there is a reward.
+  """
+  kept_G = kept_G > 0
+  mean = jnp.where(kept_G, reward_G, 0.0).sum() / jnp.maximum(kept_G.sum(), 1)
+  # Within its range: by rounding, the mean of equal rewards could differ.
+  least = jnp.where(kept_G, reward_G, jnp.inf).min()
+  most = jnp.where(kept_G, reward_G, -jnp.inf).max()
+  mean = jnp.where(kept_G.any(), jnp.clip(mean, least, most), 0.0)
+  return jnp.where(kept_G, reward_G, mean)
+
+
 def reward_to_go(reward_T):
   """Sum of the rewards from each token on, undiscounted.   Gₜ = Σₛ≥ₜ rₛ"""
   return jnp.cumsum(reward_T[::-1])[::-1]

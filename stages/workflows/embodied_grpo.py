@@ -230,7 +230,8 @@ def group_advantage(
   )
   first_BT = episode_stats.in_first_episode(timestep)
   if turn_advantage is None:
-    advantage_NG = jax.vmap(advantage)(_with_mean(reward_NG, kept_NG))
+    filled_NG = jax.vmap(advantages.fill_rewards)(reward_NG, kept_NG)
+    advantage_NG = jax.vmap(advantage)(filled_NG)
     advantage_BT = advantage_NG.reshape(-1, 1) * first_BT
   else:
     advantage_BT = _by_step(
@@ -248,16 +249,6 @@ def group_advantage(
   }
 
 
-def _with_mean(reward, kept):
-  """Rewards [..., G], of failed episodes the mean of the others."""
-  least = jnp.where(kept > 0, reward, jnp.inf).min(-1, keepdims=True)
-  most = jnp.where(kept > 0, reward, -jnp.inf).max(-1, keepdims=True)
-  count = jnp.maximum(kept.sum(-1, keepdims=True), 1.0)
-  mean = (reward * kept).sum(-1, keepdims=True) / count
-  # Within its range: by rounding, the mean of equal rewards could differ.
-  return jnp.where(kept > 0, reward, jnp.clip(mean, least, most))
-
-
 def _by_step(
   advantage: signatures.TurnAdvantage, group_size: int, reward_BT, taken_BT
 ):
@@ -270,7 +261,7 @@ def _by_step(
     reward_GT = jnp.where(taken_GT > 0, reward_GT, 0.0)
     # `advantage` may compare whole episodes, by the sums of rows: a failed one
     # gets the mean of the others.
-    return_G = _with_mean(reward_GT.sum(1), taken_GT[:, 0])
+    return_G = advantages.fill_rewards(reward_GT.sum(1), taken_GT[:, 0])
     first_G = jnp.where(taken_GT[:, 0] > 0, reward_GT[:, 0], return_G)
     reward_GT = reward_GT.at[:, 0].set(first_G)
     return advantage(reward_GT, taken_GT, state_GT)

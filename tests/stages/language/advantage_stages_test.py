@@ -10,7 +10,7 @@ import pytest
 
 from stages import base, workflows
 from stages.language import advantage_stages, partial_rollout, verifiers
-from stages.learn import advantages, losses, objectives
+from stages.learn import advantages, losses, objectives, turn_advantages
 import tiny
 
 pytestmark = pytest.mark.usefixtures('in_float64')
@@ -33,6 +33,13 @@ def batch(seed, rows=8, tokens=6):
     (), np.zeros((rows, tokens), int), logp_BT, mask_BT, np.zeros(rows)
   )
   return x, rng.normal(size=rows), ref_logp_BT
+
+
+def others(x, b, reward_B):
+  """Rewards of the rows with a token in the group of row `b`."""
+  first = b // GROUP * GROUP
+  group = range(first, first + GROUP)
+  return [reward_B[i] for i in group if x.mask[i].any()]
 
 
 def real_tokens(x):
@@ -73,8 +80,7 @@ def test_reinforce_pp_with_a_baseline_is_a_whitened_difference(seed):
   x, reward_B, _ = batch(seed)
   want = np.zeros(x.mask.shape)
   for b, t in real_tokens(x):
-    group = b // GROUP * GROUP
-    want[b, t] = reward_B[b] - reward_B[group : group + GROUP].mean()
+    want[b, t] = reward_B[b] - np.mean(others(x, b, reward_B))
   estimate = advantage_stages.estimator(
     advantages.group_centered, GROUP, normalize=True
   )
@@ -90,12 +96,10 @@ def test_rloo_pays_for_the_kl_of_a_completion_before_it_compares(seed):
     paid_B[b] -= 0.05 * (x.logp[b, t] - ref_logp_BT[b, t])
   want = np.zeros(x.mask.shape)
   for b, t in real_tokens(x):
-    others = [
-      paid_B[i]
-      for i in range(len(paid_B))
-      if i // GROUP == b // GROUP and i != b
-    ]
-    want[b, t] = paid_B[b] - sum(others) / len(others)
+    group = others(x, b, paid_B)
+    # The row without a token, if there is one, has their mean.
+    group += [np.mean(group)] * (GROUP - len(group))
+    want[b, t] = paid_B[b] - (sum(group) - paid_B[b]) / (GROUP - 1)
   estimate = advantage_stages.estimator(
     advantages.leave_one_out, GROUP, kl_coef=0.05
   )
@@ -149,6 +153,52 @@ def test_reward_to_go_is_the_sum_from_each_token_on():
 def test_no_baseline_is_the_reward():
   reward_G = jnp.array([1.0])
   np.testing.assert_array_equal(advantages.no_baseline(reward_G), reward_G)
+
+
+# Rows without a token: their environment failed, or their role had no turn.
+
+
+def test_a_row_without_a_token_moves_no_baseline():
+  mask_BT = np.ones((8, 2)) * (np.arange(8) % GROUP < 3)[:, None]
+  x = base.Experience((), mask_BT, 0 * mask_BT, mask_BT, ())
+  reward_B = np.float64([1, 1, 1, 0, 0, 1, 2, np.nan])
+  for advantage in (
+    advantages.group_relative,
+    advantages.group_centered,
+    advantages.leave_one_out,
+  ):
+    estimate = advantage_stages.estimator(advantage, GROUP)
+    got = np.asarray(estimate(x, reward_B, ()))
+    np.testing.assert_array_equal(got[:4], 0.0)
+    np.testing.assert_allclose(got[4:], -got[[6, 5, 4, 7]], **EXACT)
+    assert got[4, 0] < 0 < got[6, 0] and got[5, 0] == 0
+
+
+@pytest.mark.parametrize(
+  'turn_advantage', [turn_advantages.by_turn(), turn_advantages.by_state()]
+)
+def test_nor_does_it_move_that_of_a_turn(turn_advantage):
+  row = np.float64([1, 0, 1, 1])  # Two turns, parted by the environment.
+  mask_BT = np.stack([row, row, row, 0 * row])
+  x = base.Experience((), mask_BT, 0 * mask_BT, mask_BT, ())
+  reward_BK = np.float64([[0, 1], [0, 1], [0, 1], [0, 0]])
+  turns = base.Turns(reward_BK, np.int32([[0, 1]] * 3 + [[0, 0]]))
+  estimate = advantage_stages.estimator(
+    advantages.group_relative, GROUP, turn_advantage=turn_advantage
+  )
+  got = estimate(x, reward_BK.sum(1), (), turns)
+  np.testing.assert_array_equal(got, 0.0)
+  # Of unequal rows, those with tokens are compared among themselves.
+  better = turns._replace(reward=np.float64([[0, 1], [0, 0], [0, 0.5], [0, 0]]))
+  got = estimate(x, better.reward.sum(1), (), better)
+  np.testing.assert_allclose(got[2], 0.0, **EXACT)
+  np.testing.assert_allclose(got[0], -got[1], **EXACT)
+  assert got[0].max() > 0
+
+
+def test_rewards_without_any_that_is_kept_are_zero():
+  nan_G = jnp.full(3, jnp.nan)
+  np.testing.assert_array_equal(advantages.fill_rewards(nan_G, 0 * nan_G), 0)
 
 
 # ReMax.
