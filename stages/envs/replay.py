@@ -147,19 +147,13 @@ def write(path: str | pathlib.Path, rows: Transition):
   part.replace(path)
 
 
-def read(
-  path: str | pathlib.Path,
-  like: Transition,
-  discount: float,
-  always: bool = False,
-):
+def read(path: str | pathlib.Path, like: Transition, discount: float):
   """Reads what `write` has written.
 
   Args:
     path: of the file.
     like: shapes of one transition.
     discount: γ.
-    always: whether to bootstrap after a termination, too.
 
   Raises:
     FileNotFoundError: if there is no such file.
@@ -188,8 +182,7 @@ def read(
       f'{path} holds transitions of another environment: a row of {name} is '
       f'{got.get(name)} there and should be {want.get(name)}.'
     )
-  ends = arrays.pop('terminated') * (not always)
-  arrays['discount'] = discount * (1.0 - ends)
+  arrays['discount'] = discount * (1.0 - arrays.pop('terminated'))
   return jax.tree.map(
     lambda x, shape: jnp.asarray(x, shape.dtype), Transition(**arrays), like
   )

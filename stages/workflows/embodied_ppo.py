@@ -90,7 +90,8 @@ def embodied_ppo(
       success is rare and the only reward, a batch without it would consist of
       magnified errors of the critic.
     bootstrap_on_success: treats success like a time limit: the value of the
-      final observation counts, so that an early success loses no reward.
+      final observation counts, so that an early success loses no reward. Other
+      terminations, such as failures, still end the return.
     init_from: folder of an exported policy to start from; its observation
       statistics then stay fixed. None for random parameters.
     eval_env: environments for evaluation, which a simulator needs apart from
@@ -172,8 +173,10 @@ def compute_advantages(
   )
   steps = 1.0 if timestep.steps is None else timestep.steps
   discount = discount**steps * jnp.ones_like(value)
-  if not bootstrap_on_success:
-    discount *= 1.0 - timestep.terminated
+  ends = timestep.terminated
+  if bootstrap_on_success:
+    ends = ends * (1.0 - timestep.success)
+  discount *= 1.0 - ends
   continue_ = 1.0 - jnp.maximum(timestep.terminated, timestep.truncated)
   reward, mask = timestep.reward, x.mask
   if timestep.env_failed is not None:
@@ -267,9 +270,9 @@ def describe(
     episode_stats.metrics(ended, 'env')
     | episode_stats.failures(timestep)
     | {
-      'rollout/reward': metrics.moments(x.reward),
+      'rollout/reward': metrics.moments(x.reward, x.mask),
       'train/explained_variance': metrics.explained_variance(
-        x.value, x.return_
+        x.value, x.return_, x.mask
       ),
       'env/steps': (steps * x.mask).sum(),
     }

@@ -104,14 +104,16 @@ def sac(
       (`stages.envs.replay.write`); None for no such file.
     normalize_obs: whether observations are normalized by running moments.
     bootstrap_on_success: treats success like a time limit: the value of the
-      final observation counts, so that an early success loses no reward.
+      final observation counts, so that an early success loses no reward. Other
+      terminations, such as failures, still end the return. Not possible with
+      `offline_data`, whose files do not say which terminations were successes.
     eval_env: environments for evaluation, which a simulator needs apart from
       those it trains in; `env` if None.
   """
   critic = critic(env)
   policy = policy(env, bounding='tanh', state_dependent_std=True, critic=False)
   shapes = transition_shapes(policy, env)
-  check_offline_data(offline_data, shapes)
+  check_offline_data(offline_data, shapes, bootstrap_on_success)
   if target_entropy is None:
     target_entropy = default_target_entropy(env, shapes.env_action)
   n = num_updates(utd_ratio, num_envs * num_steps, actor_update_period)
@@ -138,7 +140,7 @@ def sac(
     return State(
       *learner.init(*keys),
       replay_lib.empty(shapes, capacity),
-      read_offline(offline_data, shapes, discount, bootstrap_on_success),
+      read_offline(offline_data, shapes, discount),
       obs_stats.init(env.obs_spec) if normalize_obs else (),
       *embodied.reset(env, num_envs, env_key),
       jnp.zeros((), jnp.int32),
@@ -176,8 +178,21 @@ def policy_state(state: State) -> dict[str, Any]:
   return {'policy': params, 'obs_stats': state.obs_stats}
 
 
-def check_offline_data(offline_data: str | None, shapes: replay_lib.Transition):
-  """Raises an error for a file of transitions and chunks of several steps."""
+def check_offline_data(
+  offline_data: str | None,
+  shapes: replay_lib.Transition,
+  bootstrap_on_success: bool = False,
+):
+  """Raises an error for a file of transitions that lacks what is asked for.
+
+  It has neither the steps that were made of a chunk nor successes.
+  """
+  if offline_data and bootstrap_on_success:
+    raise ValueError(
+      'A file of transitions does not say which terminations were successes, '
+      'so that bootstrap_on_success cannot tell them from failures: leave out '
+      '`offline_data` or `bootstrap_on_success`.'
+    )
   if offline_data and len(shapes.env_action.shape) > 1:
     raise ValueError(
       'A file of transitions does not say how many steps of an action chunk '
@@ -190,12 +205,11 @@ def read_offline(
   offline_data: str | None,
   shapes: replay_lib.Transition,
   discount: float,
-  bootstrap_on_success: bool,
 ) -> replay_lib.Transition | tuple[()]:
   """Reads the transitions recorded before training; `()` without a file."""
   if not offline_data:
     return ()
-  return replay_lib.read(offline_data, shapes, discount, bootstrap_on_success)
+  return replay_lib.read(offline_data, shapes, discount)
 
 
 def warmup_stage(learning_starts: int) -> stages.Stage:
@@ -278,8 +292,8 @@ def store_and_sample(
   """Stores [B, T] steps in the replay, and draws minibatches from it.
 
   The next observation at the end of an episode is its final one. The value
-  after it counts unless the episode terminated, and in any case if
-  `bootstrap_on_success`. Steps in which a simulator failed are not stored.
+  after it counts unless the episode terminated, and after a success in any case
+  if `bootstrap_on_success`. Steps in which a simulator failed are not stored.
 
   Returns:
     The replay, a sample of all minibatches, and metrics.
@@ -287,7 +301,9 @@ def store_and_sample(
   steps = jnp.ones_like(timestep.reward)
   if timestep.steps is not None:
     steps = timestep.steps
-  ends = 0.0 if bootstrap_on_success else timestep.terminated
+  ends = timestep.terminated
+  if bootstrap_on_success:
+    ends = ends * (1.0 - timestep.success)
   new = replay_lib.Transition(
     x.obs,
     policy.to_env_action(x.action),

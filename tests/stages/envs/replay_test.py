@@ -131,10 +131,3 @@ def test_transitions_of_another_environment_and_missing_ones_are_refused(
   np.savez(cloned, obs=np.zeros((2, 3)), action=np.zeros((2, 2)))
   with pytest.raises(ValueError, match='holds demonstrations for cloning'):
     replay.read(cloned, FLAT, 0.9)
-
-
-def test_termination_may_be_ignored(tmp_path):
-  path = tmp_path / 'demonstrations.npz'
-  write(path)
-  got = replay.read(path, FLAT, 0.9, always=True)
-  np.testing.assert_array_equal(got.discount, np.full(4, np.float32(0.9)))

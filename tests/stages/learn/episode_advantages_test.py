@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 import claims
-from stages import base
+from stages import base, metrics
 from stages.envs import env as env_lib
-from stages.workflows.embodied_ppo import compute_advantages
+from stages.envs import episode_stats
+from stages.workflows.embodied_ppo import compute_advantages, describe
 from tests.stages.learn import ppo_cases
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -31,14 +32,14 @@ def layouts(B=10_000, T=9, seed=0):
     terminated.astype(float),
     truncated.astype(float),
     final_obs[..., None],
-    np.zeros((B, T)),
+    terminated * (rng.random((B, T)) < 0.5),
     rng.integers(1, 4, (B, T)).astype(float),
   )
   none = np.zeros((B, T))
   return base.Experience(obs[..., None], none, none, none + 1, none), timestep
 
 
-def brute_force(obs_T, timestep, always=False):
+def brute_force(obs_T, timestep, on_success=False):
   """Aₜ of one row, episode by episode, as the double sum of its definition."""
   T, last = len(obs_T), timestep.final_obs[:, 0]
   done = (timestep.terminated + timestep.truncated) > 0
@@ -50,7 +51,7 @@ def brute_force(obs_T, timestep, always=False):
       for k in range(t, end + 1):
         discount = GAMMA ** timestep.steps[k]
         after = last[k] if k == end else obs_T[k + 1]
-        if timestep.terminated[k] and not always:
+        if timestep.terminated[k] and not (on_success and timestep.success[k]):
           after = 0.0
         delta = timestep.reward[k] + discount * after - obs_T[k]
         advantage_T[t] += weight * delta
@@ -61,7 +62,7 @@ def brute_force(obs_T, timestep, always=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  'always, rows',
+  'on_success, rows',
   claims.some(
     [(False, 10_000), (False, 500), (True, 500)],
     [
@@ -71,15 +72,15 @@ def brute_force(obs_T, timestep, always=False):
   ),
 )
 def test_advantages_are_those_of_each_episode_by_itself(
-  in_float64, always, rows
+  in_float64, on_success, rows
 ):
   x, timestep = layouts(rows)
   done_BT = timestep.terminated + timestep.truncated
   assert (done_BT.sum(0) > 0).all()  # At every position.
-  result = with_advantages(x, timestep, always)
+  result = with_advantages(x, timestep, on_success)
   for i in range(len(done_BT)):
     row = jax.tree.map(lambda x, i=i: x[i], timestep)
-    want_T = brute_force(x.obs[i, :, 0], row, always)
+    want_T = brute_force(x.obs[i, :, 0], row, on_success)
     np.testing.assert_allclose(result.advantage[i], want_T, atol=1e-12)
   np.testing.assert_allclose(
     result.return_, result.advantage + x.obs[..., 0], atol=1e-12
@@ -90,14 +91,14 @@ def as_jax(tree):
   return jax.tree.map(jnp.asarray, tree)
 
 
-def with_advantages(x, timestep, always=False):
+def with_advantages(x, timestep, on_success=False):
   """Experience with the advantage and return of each step."""
   return x._replace(
     **compute_advantages(
       ppo_cases.Critic,
       GAMMA,
       LAMBDA,
-      always,
+      on_success,
       None,
       (),
       *map(as_jax, (x, timestep)),
@@ -114,6 +115,36 @@ def test_what_comes_after_an_episode_does_not_reach_into_it(in_float64):
   timestep.final_obs[:, 5:] *= 2.0
   np.testing.assert_array_equal(
     with_advantages(x, timestep).advantage[:, :5], before
+  )
+
+
+def test_a_failure_ends_the_return_where_success_does_not(in_float64):
+  x, timestep = layouts(50)
+  result = with_advantages(x, timestep, on_success=True)
+  succeeds = timestep.success > 0
+  fails = (timestep.terminated > 0) & ~succeeds
+  assert succeeds.any() and fails.any()
+  assert (result.discount[fails] == 0).all()
+  assert (result.discount[succeeds] > 0).all()
+
+
+def test_lost_steps_are_in_no_metric(in_float64):
+  x, timestep = layouts(50)
+  lost = np.zeros_like(timestep.reward)
+  lost[:, 4] = timestep.truncated[:, 4] = 1.0
+  timestep.terminated[:, 4] = timestep.success[:, 4] = 0.0
+  timestep = timestep._replace(env_failed=lost)
+  _, ended = episode_stats.update(episode_stats.init(50), as_jax(timestep))
+  numbers, _ = metrics.read(
+    describe(with_advantages(x, timestep), as_jax(timestep), ended)
+  )
+  kept = timestep.reward[lost == 0]
+  np.testing.assert_allclose(numbers['rollout/reward_mean'], kept.mean())
+  result = with_advantages(x, timestep)
+  error = np.asarray(result.return_ - result.value)[lost == 0]
+  truth = np.asarray(result.return_)[lost == 0]
+  np.testing.assert_allclose(
+    numbers['train/explained_variance'], 1 - error.var() / truth.var()
   )
 
 

@@ -57,8 +57,7 @@ def timestep(reward, terminated, truncated, final_obs, **kwargs):
     terminated,
     truncated,
     final_obs[..., None],
-    0 * reward,
-    **kwargs,
+    **{'success': 0 * reward} | kwargs,
   )
 
 
@@ -117,13 +116,18 @@ def test_a_chunk_counts_by_the_steps_that_were_made_of_it(in_float64):
   np.testing.assert_allclose(kept.rows.discount[:2], [GAMMA**3, 0.0])
 
 
-def test_success_may_end_nothing(in_float64):
-  kept, *_ = stored(
-    [1.0, 2.0, 3.0],
-    timestep([1, 1, 1], [0, 1, 0], [0, 0, 1], [2.0, 3.0, 4.0]),
-    bootstrap_on_success=True,
+def test_success_may_end_nothing_and_a_failure_always_does(in_float64):
+  success = jnp.array([[0.0, 1.0, 0.0, 0.0]])
+  steps = timestep(
+    [1, 1, 1, 1], [0, 1, 1, 0], [0, 0, 0, 1], [2.0] * 4, success=success
   )
-  np.testing.assert_allclose(kept.rows.discount[:3], [GAMMA] * 3)
+  kept, *_ = stored([1.0] * 4, steps, bootstrap_on_success=True)
+  np.testing.assert_allclose(kept.rows.discount[:4], [GAMMA, GAMMA, 0.0, GAMMA])
+
+
+def test_transitions_of_a_file_do_not_tell_success_from_failure():
+  with pytest.raises(ValueError, match='which terminations were successes'):
+    sac(offline_data='demonstrations.npz', bootstrap_on_success=True)
 
 
 def test_failed_steps_are_not_stored(in_float64):
