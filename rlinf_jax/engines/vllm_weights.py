@@ -1,7 +1,8 @@
 """Parameters in JAX as tensors of vLLM, and their way to its ranks."""
 
 from collections.abc import Iterator
-from multiprocessing import shared_memory
+import mmap
+import os
 from typing import Any
 
 import jax
@@ -50,13 +51,16 @@ def tensors(
 class SharedTensors:
   """Tensors in shared memory, which every rank of a machine reads.
 
-  The memory of a parameter is kept for its next version.
+  The memory of a parameter is kept for its next version. It is a file without
+  a name (`memfd_create`), which ranks find by the process that has it open. A
+  name in /dev/shm would take of a file system that containers keep small (64
+  MiB in Docker), where writing past its end kills the process by SIGBUS.
   """
 
   def __init__(self, dtype: str):
     """Takes the type that tensors are rounded to."""
     self._name, self._dtype = dtype, getattr(torch, dtype)
-    self._memories: list[shared_memory.SharedMemory] = []
+    self._memories: list[tuple[int, mmap.mmap]] = []  # Files, and their maps.
 
   def write(
     self, params: Any, names: dict[str, naming.Tensor]
@@ -73,23 +77,23 @@ class SharedTensors:
         size = x.numel() * self._dtype.itemsize
         end += -(-size // ALIGNMENT) * ALIGNMENT
       if i == len(self._memories):
-        memory = shared_memory.SharedMemory(create=True, size=end)
-        self._memories.append(memory)
-      memory = self._memories[i]
+        file = os.memfd_create('rlinf_jax_tensors')
+        os.ftruncate(file, end)
+        self._memories.append((file, mmap.mmap(file, end)))
+      file, memory = self._memories[i]
       for name, x in some.items():
-        place = vllm_worker.view(
-          memory.buf, self._dtype, offsets[name], x.shape
-        )
+        place = vllm_worker.view(memory, self._dtype, offsets[name], x.shape)
         place.copy_(x)
-        table[name] = memory.name, offsets[name], [*x.shape]
+        path = f'/proc/{os.getpid()}/fd/{file}'
+        table[name] = path, offsets[name], [*x.shape]
     return table
 
   def close(self):
     """Releases the memory."""
     while self._memories:
-      memory = self._memories.pop()
+      file, memory = self._memories.pop()
       memory.close()
-      memory.unlink()
+      os.close(file)
 
 
 def sync_omp_threads():

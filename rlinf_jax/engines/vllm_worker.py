@@ -5,7 +5,8 @@ that they start sooner and claim no devices.
 """
 
 import contextlib
-from multiprocessing import shared_memory
+import mmap
+import pathlib
 import signal
 
 import torch
@@ -37,23 +38,27 @@ def update_from_memory(worker, table: dict[str, tuple[str, int, list[int]]]):
 
   Args:
     worker: vLLM's worker.
-    table: for each tensor, the name of its memory, the offset there in bytes,
+    table: for each tensor, the path of its memory, the offset there in bytes,
       and the shape. Its type is that of the model.
   """
   with contextlib.ExitStack() as stack:
     memories = {
-      name: stack.enter_context(
-        contextlib.closing(shared_memory.SharedMemory(name))
-      )
-      for name in {name for name, _, _ in table.values()}
+      path: stack.enter_context(_memory(path))
+      for path in {path for path, _, _ in table.values()}
     }
     update(
       worker,
       {
-        key: view(memories[name].buf, worker.model_config.dtype, offset, shape)
-        for key, (name, offset, shape) in table.items()
+        key: view(memories[path], worker.model_config.dtype, offset, shape)
+        for key, (path, offset, shape) in table.items()
       },
     )
+
+
+def _memory(path: str) -> mmap.mmap:
+  """Maps the memory that another process has open."""
+  with pathlib.Path(path).open('r+b') as file:
+    return mmap.mmap(file.fileno(), 0)
 
 
 def view(buffer, dtype: torch.dtype, offset: int, shape) -> torch.Tensor:
