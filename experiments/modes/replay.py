@@ -8,6 +8,7 @@ import tempfile
 from experiments.modes import flows, published
 from planner import cluster as cluster_lib
 from planner.costs import roofline
+from planner.costs.decoding import decode
 from planner.explain import overview
 from planner.search import exact
 from planner.search.plans import grouping
@@ -100,9 +101,8 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
     devices_per_node=min(devices, there.devices_per_node),
   )
   drawn = flows.draw(case, case.rows[at], there.device.memory_bytes)
-  if 'generate' in drawn.works:
-    generate = dataclasses.replace(drawn.works['generate'], engine=engine)
-    drawn.works['generate'] = generate
+  if 'generate' in drawn.works and not engine:
+    drawn.works['generate'] = _all_at_once(drawn.works['generate'])
   model = roofline.Roofline(drawn.flow, drawn.works, there, RULES)
   seconds, plans = {}, {}
   for mode, space in spaces(devices, drawn).items():
@@ -123,6 +123,19 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
     min(tried, key=seconds.get),
     min(seconds, key=seconds.get),
   )
+
+
+def _all_at_once(generate: decode.DecodeWork) -> decode.DecodeWork:
+  """Decoding by a loop in which all rows wait for the longest one.
+
+  It counts the attention of a step at the mean context.
+  """
+  columns = generate.context + generate.lengths.mean() / 2
+  step = generate.step
+  for reads in generate.attention:
+    per_row = step.per_row + reads.work.times(columns)
+    step = dataclasses.replace(step, per_row=per_row)
+  return dataclasses.replace(generate, step=step, attention=(), engine=False)
 
 
 def table(found: list[Replay]) -> str:

@@ -189,7 +189,8 @@ class StageWork:
     """Returns the work of a call with `rows` rows, counted where it can be."""
     if self.count is None or rows % 1:
       return self.at(rows)
-    return self.count(int(rows))
+    counted = self.count(int(rows))
+    return self.at(rows) if counted is None else counted
 
   @property
   def full_batch(self) -> Work:

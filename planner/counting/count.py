@@ -295,7 +295,14 @@ def _with_choices(flow, node, counter, counted, how) -> StageWork:
   def count(policy):
     at = counter_of(policy) if policy else counter
     some = sorted({stage.group_size, *_sizes(flow, node, ALL_PARTS)})
-    return work_lib.count_at_any_size(lambda n: as_passes(at(n)), some)
+    anywhere = work_lib.count_at_any_size(lambda n: as_passes(at(n)), some)
+
+    def of_groups(rows):
+      """None for rows that are no whole groups, which a stage cannot take."""
+      part = stage.divisible_groups and stage.group_size % rows == 0
+      return anywhere(rows) if part or rows % stage.group_size == 0 else None
+
+    return of_groups
 
   def with_choices(segment, sizes):
     def work_under(policy):

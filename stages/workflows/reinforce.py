@@ -35,11 +35,6 @@ def reinforce(
     advantage_NG = reward_NG - reward_NG.mean(1, keepdims=True)
     return advantage_NG.reshape(-1, 1) * mask_BT
 
-  if group_size < 2:
-    raise ValueError(
-      f'group_size = {group_size}: a completion is compared with others of its '
-      'prompt, so give 2 or more.'
-    )
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
   measure = rollout_metrics.measure(group_size, updates_per_step=1)

@@ -98,7 +98,7 @@ LAWS = {
     'verify': weighted_verifier(),
     'kl_coef': 0.1,
     'importance_weight': losses.sequence_weight,
-    'importance_cap': 0.9,
+    'importance_cap': 1.05,
     'likelihood': losses.sequence_logp,
     'policy_loss': losses.cispo,
     'normalize_advantages': True,

@@ -18,6 +18,7 @@ from stages.language import (
   value_model,
 )
 from stages.language.partial_rollout import carried as carried_lib
+from stages.learn import advantages
 from stages.models import lora, transformer
 from stages.models.layers import mixture
 from tests.rlinf_jax.runtime.plans import invariance_test
@@ -236,6 +237,7 @@ MAKERS = {
     ADAM,
     group_size=GROUP,
     kl_coef=0.1,
+    advantage=advantages.no_baseline,
     greedy_baseline=True,
   ),
 }
