@@ -109,7 +109,9 @@ def test_a_run_goes_on_without_ray_and_with_another_plan_to_the_bit(
 ):
   folder = tmp_path / 'run'
   together = "train.train.plan = {'micro_batch': {'gradient': 8}}"
-  finish(start_run(folder, model, RAY, 'STEPS = 5'))
+  # The rate falls as in the whole run.
+  half = 'STEPS = 5', 'optimizers.adamw.decay_steps = 10'
+  finish(start_run(folder, model, RAY, *half))
   resume = language_run_test.command(folder, model, together, resume=True)
   done = front_door.run(*resume[3:])
   assert done.returncode == 0, done.stderr
