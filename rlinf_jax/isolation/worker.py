@@ -54,7 +54,7 @@ def main():
 
 
 def _call(function, args, kwargs, seconds: float) -> bytes:
-  """What the function returns, or its error, as JSON."""
+  """Calls the function; returns its result, or its error, as JSON."""
   # Ends a call that no Python signal handler can, even without a trainer.
   used = resource.getrusage(resource.RUSAGE_SELF)
   cpu_seconds = math.ceil(used.ru_utime + used.ru_stime + seconds) + 2

@@ -303,7 +303,7 @@ class Sessions:
   def __init__(self):
     self._by_id: dict[str, Session] = {}
     self._by_token: dict[str, Session] = {}
-    # Those that may be dropped, the oldest first.
+    # Sessions that may be dropped, the oldest first.
     self._old: collections.OrderedDict[str, Session] = collections.OrderedDict()
     self._lock = threading.Lock()
 

@@ -9,7 +9,7 @@ from rlinf_jax.data import chat_template
 
 
 class Tokenizer:
-  """What renders a template, without a vocabulary."""
+  """A tokenizer that renders a template, without a vocabulary."""
 
   name_or_path = 'model'
 

@@ -56,6 +56,11 @@ def test_turns_are_rewarded_and_discounted_by_hand():
   )
 
 
+def test_a_discount_between_turns_needs_turns():
+  with pytest.raises(ValueError, match='turn_discount is for conversations'):
+    tiny.trace(workflow(turn_discount=0.5), tiny.problem())
+
+
 def ragged(seed=0, T=5):
   """Arrays of completions of `LENGTHS`, with NaN on padding."""
   rng = np.random.default_rng(seed)
@@ -266,7 +271,7 @@ def test_rounded_log_probs_and_carried_rows_are_corrected_as_in_grpo():
 
 @pytest.mark.slow
 @pytest.mark.parametrize('trunk', TRUNKS)
-def test_text_ppo_learns_after_its_critic(trunk, tmp_path):
+def test_ppo_learns_after_its_critic(trunk, tmp_path):
   ppo = workflow(
     trunk, num_minibatches=2, critic_warmup_steps=2, critic_gae_lambda=1.0
   )

@@ -150,7 +150,7 @@ def test_a_device_that_decodes_has_all_that_it_makes_of_parameters(dtype, item):
 
   alone, shared = own(8), own(32, ('fsdp', 4))
   assert shared['activations'] == alone['activations'] > 0
-  # What it does not round, it has as it is gathered.
+  # In float32, nothing is rounded: tables stay in memory as they are gathered.
   tables = config.V * config.D * item * (2 - config.tie_embeddings)
   gathered = tables if dtype == 'float32' else 0
   assert shared['gathered parameters'] == gathered
