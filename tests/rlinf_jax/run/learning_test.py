@@ -34,6 +34,7 @@ def test_grpo_learns_sums_that_imitation_left_wrong(tmp_path):
   assert accuracy[-1] >= accuracy[0] + 0.15
 
 
+@pytest.mark.claims
 @pytest.mark.slow
 def test_ppo_keeps_what_a_policy_can_while_its_critic_learns(tmp_path):
   start = tmp_path / 'start'
