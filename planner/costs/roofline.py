@@ -14,7 +14,7 @@ from planner import cluster as cluster_lib
 from planner.costs import breakdown, cost_model, host_stage
 from planner.costs import measured as measured_lib
 from planner.costs.measured import Estimate
-from planner.costs.mesh import collectives, memory, menu
+from planner.costs.mesh import allowed_meshes, collectives, memory
 from planner.costs.mesh import layout as layout_lib
 from planner.costs.work import NONE, StageWork
 from planner.ir import graph
@@ -84,7 +84,7 @@ class Roofline:
     self.capacity = cluster.capacity
     self.axes = functools.cache(
       functools.partial(
-        menu.meshes,
+        allowed_meshes.meshes,
         (flow, evaluation) if evaluation else (flow,),
         self.layout,
         cluster.devices_per_node,
@@ -155,7 +155,7 @@ class Roofline:
     there = flow.rows_of(node)
     rows = rows or there
     where = self.layout, flow, node, placement.axes
-    if there and (there % rows or not menu.can_share(*where, rows)):
+    if there and (there % rows or not allowed_meshes.can_share(*where, rows)):
       return breakdown.CostBreakdown(Estimate(math.inf, 'modeled'), {})
     turns = there / rows if there else 1
     found = self._under(flow, node, placement, rows, turns, remat)
@@ -266,7 +266,7 @@ class Roofline:
     parameters = self._parameters_of(flow, node)
     # Chunks of logits have a limit a device, so its own rows count.
     where = self.layout, flow, node, axes
-    local_rows = rows / menu.row_ways(*where, rows)
+    local_rows = rows / allowed_meshes.row_ways(*where, rows)
     call = call.near(local_rows).under(remat)
     done = collectives.divided_work(call, local_rows, axes, self.layout)
     whole = call.exactly(local_rows)

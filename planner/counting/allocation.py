@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from planner.costs.mesh import collectives
-from planner.counting import divisions, siblings, variables
-from planner.counting.siblings import SCALAR
+from planner.counting import divisions, merged_kernels, variables
+from planner.counting.merged_kernels import SCALAR
 
 
 class Peaks(NamedTuple):
@@ -34,7 +34,7 @@ class Allocation:
     whole: whether the equation under way is in `sharding.row_map.map_rows`,
       which gathers parameters in full, and adds up their gradients.
     platform: of the compiler, as JAX names it. That of 'gpu' merges elementwise
-      kernels, as `siblings` has it. That of 'tpu' gathers parameters in the
+      kernels, as `merged_kernels` says. That of 'tpu' gathers parameters in the
       type of products, and copies the embedding, see `copy_table`.
     now: number of the equation under way.
     buffers: all buffers so far.
@@ -54,7 +54,7 @@ class Allocation:
   def peaks(self) -> Peaks:
     """Returns the peak bytes of its buffers and of loops' bodies."""
     if self.platform == 'gpu':
-      siblings.merge(self.buffers)
+      merged_kernels.merge(self.buffers)
     for buffer in self.buffers:
       for source in buffer.sources:
         source.last = max(source.last, buffer.born)

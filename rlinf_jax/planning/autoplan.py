@@ -12,7 +12,7 @@ import typing
 from planner import formatting
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
-from planner.costs.mesh import menu
+from planner.costs.mesh import allowed_meshes
 from planner.counting import count
 from planner.explain import overview, report_text
 from planner.ir import graph
@@ -193,7 +193,7 @@ def _with_evaluation(plan, step, evaluate, model) -> plan_lib.Plan:
   fitting = [
     name
     for name, place in plan.places.items()
-    if menu.fits(evaluate, model.layout, rest, place.axes)
+    if allowed_meshes.fits(evaluate, model.layout, rest, place.axes)
   ]
   bytes_at = dict.fromkeys(fitting or plan.places, 0)
   starts = [start for start, _ in step.carry]

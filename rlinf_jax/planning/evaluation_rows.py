@@ -1,7 +1,7 @@
 """Rows of evaluations that the meshes of a plan cannot divide."""
 
+from planner.costs.mesh import allowed_meshes
 from planner.costs.mesh import layout as layout_lib
-from planner.costs.mesh import menu
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
@@ -23,7 +23,7 @@ def refusal(
     place = plan.places.get(plan.stages.get(node.name))
     if place is None or not node.rows:
       continue
-    if not menu.fits(evaluation, layout, (node.name,), place.axes):
+    if not allowed_meshes.fits(evaluation, layout, (node.name,), place.axes):
       ways = layout.row_ways(place.axes)
       rows = evaluation.rows_of(node) // node.stage.group_size
       return (

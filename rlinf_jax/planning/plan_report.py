@@ -27,7 +27,7 @@ from planner.search import deadline as deadline_lib
 from planner.search import result as result_lib
 from planner.simulation import evaluate_plan
 from rlinf_jax.planning import (
-  answers,
+  answer_times,
   collector,
   evaluation_rows,
   remedies,
@@ -94,7 +94,7 @@ def report_plan(
   timed = host_timing.seconds_per_row(flow)
   timed = {k: x for k, x in timed.items() if k not in host_seconds}
   rows = timed | dict(host_seconds)
-  waits = answers.describe(flow, answer_seconds)
+  waits = answer_times.describe(flow, answer_seconds)
   model = roofline.Roofline(
     flow,
     works,
@@ -255,8 +255,8 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   """Describes the fastest plan and compares it with others."""
   best = evaluate_plan.evaluate(flow, model, result.best, staleness)
   if model.measured.answers:
-    waiting = answers.waiting(best.flow, best.simulation)
-    data['answers'] = answers.share(waiting, best.simulation.period)
+    waiting = answer_times.waiting(best.flow, best.simulation)
+    data['answers'] = answer_times.share(waiting, best.simulation.period)
     data['waiting'] = waiting
   which = 'This plan' if result.gap == 1 else 'The fastest plan'
   return [

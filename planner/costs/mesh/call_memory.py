@@ -2,7 +2,7 @@
 
 from planner.costs import work
 from planner.costs.measured import Estimate
-from planner.costs.mesh import collectives, menu
+from planner.costs.mesh import allowed_meshes, collectives
 from planner.ir import graph
 from planner.ir import plan as plan_lib
 
@@ -38,7 +38,9 @@ def within(
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = execution.rows or rows / pieces
   # Work is counted at a device's rows: chunks of logits have a limit a device.
-  local_rows = at_once / menu.row_ways(layout, flow, node, axes, at_once)
+  local_rows = at_once / allowed_meshes.row_ways(
+    layout, flow, node, axes, at_once
+  )
   inner = layout.without_rows(axes)
   call = call.near(local_rows).under(execution.remat).on(inner, layout)
   # Axes without rows divide them already.

@@ -6,7 +6,13 @@ communication is compared with these numbers.
 
 from typing import NamedTuple
 
-from planner.costs.mesh import call_memory, collectives, memory, menu, slices
+from planner.costs.mesh import (
+  allowed_meshes,
+  call_memory,
+  collectives,
+  memory,
+  slices,
+)
 from planner.costs.work import StageWork
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -105,7 +111,9 @@ def _work(flow, chosen, model, node, rows) -> dict[str, float]:
   turns = rows / at_once if rows else 1
   parameters = collectives.Parameters(flow, node, model.layout)
   ways = parameters.ways(axes)
-  own_rows = at_once / menu.row_ways(model.layout, flow, node, axes, at_once)
+  own_rows = at_once / allowed_meshes.row_ways(
+    model.layout, flow, node, axes, at_once
+  )
   call = call.near(own_rows).under(chosen.execution(node.name).remat)
   done = collectives.divided_work(call, own_rows, axes, model.layout)
   whole = call.exactly(own_rows)

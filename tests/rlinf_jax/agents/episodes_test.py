@@ -12,7 +12,7 @@ import pytest
 
 from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import deadline, episodes, problems, stepping
-from rlinf_jax.planning import answers
+from rlinf_jax.planning import answer_times
 from rlinf_jax.prepare import products
 from stages import base
 from stages.language import conversation, tokens
@@ -295,7 +295,7 @@ def test_seconds_of_steps_are_recorded(tmp_path):
     tools_of_mine.Echo, deadline.Pool(2, 0.3), tmp_path / 'seconds.txt'
   )
   steps([turn_of(['a']), turn_of(['hang'], row=2), turn_of(['b'], row=3)], 3)
-  quick, _, slow = sorted(answers.read(tmp_path / 'seconds.txt'))
+  quick, _, slow = sorted(answer_times.read(tmp_path / 'seconds.txt'))
   assert quick < 0.3 <= slow < 5.0  # A step that is late counts until then.
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from planner import cluster as cluster_lib
 from planner.costs import measured, roofline
-from planner.costs.mesh import menu
+from planner.costs.mesh import allowed_meshes
 from planner.counting import count
 from planner.explain import sensitivity
 from planner.ir import plan as plan_lib
@@ -85,7 +85,7 @@ def pairs(costs, pieces):
   """All plans of two devices whose two meshes take turns."""
   others = [stage for stage in step().stages if stage != 'generate']
   meshes = (
-    menu.meshes([step()], costs.layout, 2, some, 2)
+    allowed_meshes.meshes([step()], costs.layout, 2, some, 2)
     for some in (tuple(others), ('generate',))
   )
   for mine, its in itertools.product(*meshes):

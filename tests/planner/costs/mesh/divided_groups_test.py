@@ -8,7 +8,7 @@ import pytest
 
 from planner import cluster
 from planner.costs import roofline
-from planner.costs.mesh import layout, menu, per_device
+from planner.costs.mesh import allowed_meshes, layout, per_device
 from planner.counting import count
 from planner.ir import groups
 from planner.ir import plan as plan_lib
@@ -70,7 +70,7 @@ def test_stages_that_compare_rows_are_computed_by_every_device(flow, model):
   ways = {'gradient': 8, 'generate': 8, 'group_advantage': 1, 'measure': 1}
   for name, want in ways.items():
     where = model.layout, flow, at[name], (('data', 8),)
-    assert menu.row_ways(*where, rows=GROUP) == want, name
+    assert allowed_meshes.row_ways(*where, rows=GROUP) == want, name
   spent = [
     model.explain(flow, at['group_advantage'], plan_lib.Placement(d, axes))
     for d, axes in (((0,), ()), (tuple(range(8)), (('data', 8),)))

@@ -8,7 +8,7 @@ import pytest
 
 from planner import cluster as cluster_lib
 from planner.costs import roofline
-from planner.costs.mesh import menu
+from planner.costs.mesh import allowed_meshes
 from planner.counting import count
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
@@ -81,7 +81,7 @@ def test_the_pair_of_meshes_is_the_fastest_of_all_pairs_that_fit():
   seen = {}
   for first, second in itertools.product(
     *(
-      menu.meshes([flow()], costs.layout, 4, tuple(some), 4)
+      allowed_meshes.meshes([flow()], costs.layout, 4, tuple(some), 4)
       for some in (others, ['generate'])
     )
   ):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.planning import answers, plan_report
+from rlinf_jax.planning import answer_times, plan_report
 from rlinf_jax.report import plan_page
 from stages import workflows
 from stages.language import conversation, evaluate, policy_stages
@@ -83,9 +83,9 @@ def test_the_page_of_a_plan_names_the_waiting_for_tools(reported):
 def test_files_with_anything_else_are_refused(tmp_path, text):
   (tmp_path / 'seconds.txt').write_text(text)
   with pytest.raises(ValueError, match='should hold the seconds of answers'):
-    answers.read(tmp_path / 'seconds.txt')
+    answer_times.read(tmp_path / 'seconds.txt')
 
 
 def test_answers_that_nothing_waits_for_are_refused():
   with pytest.raises(ValueError, match='no stage of the recipe waits'):
-    answers.describe(plan_report_test.flow(), (1.0,))
+    answer_times.describe(plan_report_test.flow(), (1.0,))

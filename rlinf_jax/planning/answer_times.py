@@ -1,4 +1,4 @@
-"""Measured seconds in which environments and their tools answer turns."""
+"""Seconds that environments and their tools take to answer, as measured."""
 
 from collections.abc import Mapping, Sequence
 import math
