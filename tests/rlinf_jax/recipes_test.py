@@ -21,7 +21,7 @@ from rlinf_jax.prepare import tiny_vla, warm_start
 from rlinf_jax.runtime import flows as flows_lib
 from stages import workflows
 from stages.envs import push
-from stages.language import tokens
+from stages.language import huggingface, sample, tokens
 from stages.learn import advantages, losses
 from stages.tasks import arithmetic
 from stages.vla import instructions, normalization
@@ -345,6 +345,21 @@ def test_ppo_takes_the_lambda_that_it_recommends(tmp_path):
     ['gin_configs/ppo_math.gin'], [*files, length_adaptive], str(tmp_path)
   )
   assert callable(config.binding(workflows.ppo, 'gae_lambda'))
+
+
+@pytest.mark.parametrize('recipe', ['grpo_math', 'distillation_math'])
+def test_a_temperature_is_that_of_all_who_sample_or_score(recipe, tmp_path):
+  files = [f'{name} = "none"' for name in ('MODEL', 'TRAIN', 'EVAL', 'TEACHER')]
+  files = files[: 4 if 'distillation' in recipe else 3]
+  config.parse(
+    [f'gin_configs/{recipe}.gin'],
+    [*files, 'TEMPERATURE = 0.6', 'TOP_P = 0.95'],
+    str(tmp_path),
+  )
+  scorers = [huggingface.policy, huggingface.teacher][: len(files) - 2]
+  for scorer in scorers:
+    bound = config.binding(scorer, 'sampling')
+    assert bound == sample.Sampling(temperature=0.6, top_p=0.95)
 
 
 @pytest.mark.slow
