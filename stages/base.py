@@ -122,6 +122,8 @@ class Experience(NamedTuple):
       lengths, as all started together.
     routing: a `language.decoding.routing_replay.Routing`; None unless it is
       replayed.
+    env_failed: 1 where the environment of a conversation failed, whose row then
+      has no reward and a mask of zeros; None where none can fail.
   """
 
   obs: Any
@@ -140,6 +142,7 @@ class Experience(NamedTuple):
   proximal: Float[Array, 'B T'] | None = None
   arrival: Int[Array, ' B'] | None = None
   routing: Any = None
+  env_failed: Float[Array, ' B'] | None = None
 
 
 class Completions(NamedTuple):

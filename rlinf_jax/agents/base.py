@@ -73,7 +73,7 @@ def roles(env: TextEnv) -> tuple[str, ...]:
     ValueError: if a name occurs twice, or is one of the numbers it logs.
   """
   names = tuple(getattr(env, 'roles', ()))
-  logged = [*terms(env), 'turns', 'env_failed']
+  logged = [*terms(env), 'turns']
   logged += [f'{name}_turns' for name in names]
   twice = {x for x in names if names.count(x) > 1 or x in logged}
   if twice:

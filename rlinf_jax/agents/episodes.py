@@ -40,7 +40,7 @@ def envs(
   """Text environments for `conversation.converse`.
 
   A step that raises or is late ends its own episode, without reward and masked
-  from every loss, and is counted in the term `env_failed`.
+  from every loss, and counts in `rollout/env_failed`.
 
   Args:
     checkpoint: folder of the model whose tokenizer to use.

@@ -16,7 +16,8 @@ from rlinf_jax.run_files import run_folder
 
 FILE = 'notices.jsonl'  # Lines that the console printed, by step.
 ENVIRONMENTS = 'env/failed'
-REWARDS = 'rollout/reward/failed'
+CONVERSATIONS = ('rollout/env_failed', 'eval/env_failed')
+REWARDS = ('rollout/reward/failed', 'eval/reward/failed')
 
 
 def read(folder: str | os.PathLike) -> list[str]:
@@ -49,7 +50,14 @@ def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
   lost = [float(x.get(ENVIRONMENTS, 0)) for x in lines]
   if sum(lost) > 0:
     yield f'{sum(lost):,.0f} episodes were lost, as a simulator failed.'
-  if count := sum(float(x.get(REWARDS, 0)) > 0 for x in lines):
+  lost = [float(x.get(name, 0)) for x in lines for name in CONVERSATIONS]
+  if sum(lost) > 0:
+    yield (
+      f'{sum(lost):,.0f} conversations were lost, as an environment or an '
+      'agent failed.'
+    )
+  bad = (any(float(x.get(name, 0)) > 0 for name in REWARDS) for x in lines)
+  if count := sum(bad):
     yield f'In {count:,} of the steps and evaluations a reward failed.'
 
 

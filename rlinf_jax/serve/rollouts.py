@@ -33,7 +33,7 @@ from stages import base, ranges
 from stages.language import conversation, huggingface, tokens
 
 MODEL = 'policy'  # Name of the model, as agents say it.
-TERMS = ('turns', 'env_failed', 'unused_trajectories')
+TERMS = ('turns', 'unused_trajectories')
 
 Agent = Callable[[str, str, Any], float | None]
 """`base_url, api_key, problem -> reward`; None where it told the endpoint."""
@@ -66,7 +66,7 @@ def agents(
   """An agent for `converse`.
 
   An agent that raises or is late loses its own row, which has no reward, is
-  masked from every loss and counts in the term `env_failed`.
+  masked from every loss and counts in `env_failed`.
 
   Args:
     checkpoint: folder of the model, for its tokenizer with a chat template.
@@ -304,6 +304,7 @@ def _empty(problem: base.Problem, T: int, xp: Any):
     mask=zeros(B, T),
     truncated=zeros(B),
     version=zeros(B, T, dtype=xp.int32),
+    env_failed=zeros(B),
   )
   terms = {name: zeros(B) for name in TERMS}
   return x, conversation.Episode(problem.answer, zeros(B), zeros(B), terms)
@@ -328,7 +329,7 @@ def _rows(
         0, len(outcomes[i].trajectories) - 1
       )
       failed = outcomes[i].reward is None or (bool(rows) and not shared)
-      episode.terms['env_failed'][i] = failed
+      x.env_failed[i] = failed
       if not failed:
         episode.reward[i] = outcomes[i].reward
         for row in rows:

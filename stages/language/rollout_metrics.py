@@ -11,6 +11,7 @@ from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages
 from stages.language.scoring import packing
+from stages.learn import advantages
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:
@@ -35,42 +36,52 @@ def describe(
 ) -> base.Info:
   """Rewards, lengths and staleness of completions, and one group of samples.
 
-  Rows without a token are padding and do not count.
+  Rows without a token of the policy's are padding, or their environment failed;
+  they do not count, except in the number of those that failed.
 
   Args:
     x: experience in groups.
-    verdict: its rewards; arbitrary on padding rows.
+    verdict: its rewards; arbitrary on rows that do not count.
     actor_step: updates that the actor has made so far.
     group_size: adjacent rows that share a prompt.
     updates_per_step: updates of the actor in a step, the unit of staleness.
   """
-  real_B = x.mask.max(1)
-  real_NG = real_B.reshape(-1, group_size)
+  kept_B = x.mask.max(1)
+  kept_NG = kept_B.reshape(-1, group_size)
   verdict = jax.tree.map(
-    lambda x_B: jnp.where(real_B > 0, x_B, 0), verdict._replace(turns=None)
+    lambda x_B: jnp.where(kept_B > 0, x_B, 0), verdict._replace(turns=None)
   )
-  reward_NG = verdict.reward.reshape(-1, group_size)
+  reward_NG = jax.vmap(advantages.fill_rewards)(
+    verdict.reward.reshape(-1, group_size), kept_NG
+  )
   degenerate_N = reward_NG.max(1) == reward_NG.min(1)
   length_B, T = x.mask.sum(1), x.mask.shape[1]
   stale_BT = (actor_step - x.version).astype(jnp.float32) / updates_per_step
   stale_BT = jnp.where(x.mask > 0, stale_BT, 0.0)
-  return logprob_gap(x) | {
-    'rollout/reward': metrics.moments(verdict.reward, real_B),
-    'rollout/accuracy': metrics.mean(verdict.correct, real_B),
-    **evaluate_lib.verdict_terms(verdict, 'rollout', real_B),
-    'rollout/groups_degenerate': metrics.mean(
-      degenerate_N.astype(jnp.float32), real_NG[:, 0]
-    ),
-    'rollout/response_length': metrics.histogram(length_B, T + 1, real_B),
-    'rollout/truncated_fraction': metrics.mean(x.truncated, real_B),
-    'rollout/staleness': metrics.mean(stale_BT, x.mask),
-    'rollout/staleness_max': metrics.maximum(stale_BT),
-    'rollout/tokens': length_B.sum(),
-    'rollout/padding': padding(x.obs.mask, x.mask, group_size),
-    'rollout/samples': metrics.first_rows(
-      evaluate_lib.rows_to_log(x, verdict.reward), group_size
-    ),
-  }
+  failures = {}
+  if x.env_failed is not None:
+    failures['rollout/env_failed'] = (x.env_failed > 0).sum(dtype=jnp.float32)
+  return (
+    logprob_gap(x)
+    | failures
+    | {
+      'rollout/reward': metrics.moments(verdict.reward, kept_B),
+      'rollout/accuracy': metrics.mean(verdict.correct, kept_B),
+      **evaluate_lib.verdict_terms(verdict, 'rollout', kept_B),
+      'rollout/groups_degenerate': metrics.mean(
+        degenerate_N.astype(jnp.float32), kept_NG.max(1)
+      ),
+      'rollout/response_length': metrics.histogram(length_B, T + 1, kept_B),
+      'rollout/truncated_fraction': metrics.mean(x.truncated, kept_B),
+      'rollout/staleness': metrics.mean(stale_BT, x.mask),
+      'rollout/staleness_max': metrics.maximum(stale_BT),
+      'rollout/tokens': length_B.sum(),
+      'rollout/padding': padding(x.obs.mask, x.mask, group_size),
+      'rollout/samples': metrics.first_rows(
+        evaluate_lib.rows_to_log(x, verdict.reward), group_size
+      ),
+    }
+  )
 
 
 def padding(mask_BP, mask_BT, group_size: int) -> metrics.Mean:

@@ -322,9 +322,10 @@ def finish(
     mask=now.own * (kept_B * roles_lib.is_learned(cast, kept_B))[:, None],
     truncated=truncated_B,
     version=jnp.broadcast_to(step_R[role_B][:, None], now.own.shape),
+    env_failed=now.failed,
   )
   turns_B = now.turns.astype(jnp.float32)
-  terms = {'turns': turns_B, 'env_failed': now.failed, **now.terms}
+  terms = {'turns': turns_B, **now.terms}
   turns = now.by_turn._replace(reward=now.by_turn.reward * kept_B[:, None])
   reward_B = turns.reward.sum(1)
   terms = roles_lib.terms(cast, terms, reward_B)

@@ -111,8 +111,8 @@ def split(cast: Cast) -> stages.Stage:
 def terms(cast: Cast, of_row: Mapping, reward_B) -> dict:
   """Numbers of episodes to log, the same in all rows of an episode.
 
-  They are the sums over its rows, but for `env_failed`, and by the name of each
-  role its reward, and `NAME_turns`. Without roles, they are those of the rows.
+  They are the sums over its rows, and by the name of each role its reward, and
+  `NAME_turns`. Without roles, they are those of the rows.
 
   Args:
     cast: the roles.
@@ -122,13 +122,12 @@ def terms(cast: Cast, of_row: Mapping, reward_B) -> dict:
   if not cast.names:
     return dict(of_row)
 
-  def total(name, x_B):
+  def total(x_B):
     x_NRG = _by_role(cast, x_B)
-    combine = jnp.max if name == 'env_failed' else jnp.sum
-    x_NRG = jnp.broadcast_to(combine(x_NRG, 1, keepdims=True), x_NRG.shape)
+    x_NRG = jnp.broadcast_to(x_NRG.sum(1, keepdims=True), x_NRG.shape)
     return x_NRG.reshape(x_B.shape)
 
-  out = {name: total(name, x_B) for name, x_B in of_row.items()}
+  out = {name: total(x_B) for name, x_B in of_row.items()}
   for i, name in enumerate(cast.names):
     out[name] = of_role(cast, i, reward_B)
     out[f'{name}_turns'] = of_role(cast, i, of_row['turns'])

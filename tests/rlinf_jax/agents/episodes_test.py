@@ -134,7 +134,7 @@ def test_an_environment_that_hangs_or_raises_loses_its_own_episode(
   start = time.perf_counter()
   problem, x = play(monkeypatch, folder, texts, step_timeout=0.3, num_threads=2)
   assert time.perf_counter() - start < 30  # A hanging one takes 60.
-  assert problem.answer.terms['env_failed'].tolist() == [0, 1, 1, 0, 1]
+  assert x.env_failed.tolist() == [0, 1, 1, 0, 1]
   assert problem.answer.reward.tolist() == [2.25, 0, 0, 2.25, 0]
   assert (x.mask.sum(1) > 0).tolist() == [True, False, False, True, False]
 
@@ -160,7 +160,7 @@ def test_two_roles_hear_each_other_through_the_environment(folder, monkeypatch):
   assert asked[1] == 'no' and [asked[0]] * 2 != asked[2:4]
   terms = problem.answer.terms
   failed = [0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0, 0]
-  assert terms['env_failed'].tolist() == failed
+  assert x.env_failed.tolist() == failed
   # Turns of both; the last of a role ends the episode of both.
   turns = [3, 3, 1, 1, 1, 1, 8, 8, 3, 3, 1, 1]
   assert terms['turns'].tolist() == turns

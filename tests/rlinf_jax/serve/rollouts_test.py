@@ -140,7 +140,7 @@ def test_an_agent_that_raises_or_is_late_loses_its_own_row(
   start = time.perf_counter()
   problem, x = play(folder, policy, actor, fails, problems, timeout=1.5)
   assert time.perf_counter() - start < 10
-  failed = problem.answer.terms['env_failed'].reshape(-1, GROUP)
+  failed = x.env_failed.reshape(-1, GROUP)
   assert (
     failed[:, 0].tolist() == [1, 0, 1, 0] and (failed.T == failed.T[0]).all()
   )

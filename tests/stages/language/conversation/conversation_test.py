@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from stages import base, workflows
-from stages.language import conversation, evaluate, policy_stages
+from stages.language import (
+  conversation,
+  evaluate,
+  policy_stages,
+  rollout_metrics,
+)
 from stages.language.conversation import conversation_state
 from stages.language.scoring import packing
 from stages.learn import objectives, optimizers
@@ -257,6 +262,30 @@ def test_answers_are_appended_by_hand():
   )
   assert verdict.reward.tolist() == [0.25, 0.25, 1.0, 0.0, 0.0]
   assert verdict.correct.tolist() == [0, 0, 1, 0, 0]
+
+
+def test_failed_environments_are_counted_and_in_no_other_metric():
+  #      kept; failed; padding; kept   |   a group that failed as a whole
+  now = now_of(
+    ['11', '11', '', '1', '1', '1', '1', '1'], [False] * 8, [True] * 8
+  )
+  failed_B = jnp.array([0, 1, 0, 0, 1, 1, 1, 1.0])
+  reward_B = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+  by_turn = now.by_turn._replace(
+    reward=now.by_turn.reward.at[:, 0].set(jnp.array(reward_B))
+  )
+  now = now._replace(by_turn=by_turn, failed=failed_B)
+  problem = tiny.problem(rows=8)
+  x, episode = conversation.finish((jnp.int32(0),), problem, now)
+  verdict = conversation.episode_return()(episode, x.action, x.mask)
+  info = rollout_metrics.describe(x, verdict, jnp.int32(0), 4, 1)
+  numbers = tiny.read(info)
+  assert numbers['rollout/env_failed'] == 5
+  assert numbers['rollout/reward_mean'] == 1.0
+  assert numbers['rollout/accuracy'] == 1.0
+  # The rewards of the first group are alike; the second has none to compare.
+  assert numbers['rollout/groups_degenerate'] == 1.0
+  assert numbers['rollout/response_length_mean'] == 1.5
 
 
 def test_rows_without_an_answer_wait_and_the_last_turn_truncates():

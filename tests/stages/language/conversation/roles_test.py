@@ -174,10 +174,9 @@ def test_idle_rows_hear_by_hand():
 
 def test_terms_of_an_episode_are_in_all_of_its_rows():
   cast = roles.cast(NAMES, 2, None)
-  of_row = {'turns': jnp.arange(8.0), 'env_failed': jnp.ones(8)}
+  of_row = {'turns': jnp.arange(8.0)}
   out = roles.terms(cast, of_row, jnp.arange(8.0) * 10)
   assert out['turns'].tolist() == [2, 4, 2, 4, 10, 12, 10, 12]
-  assert out['env_failed'].tolist() == [1] * 8
   assert out['one'].tolist() == [0, 10, 0, 10, 40, 50, 40, 50]
   assert out['other'].tolist() == [20, 30, 20, 30, 60, 70, 60, 70]
   assert out['other_turns'].tolist() == [2, 3, 2, 3, 6, 7, 6, 7]
