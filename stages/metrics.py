@@ -236,6 +236,11 @@ def mean(x, mask=None) -> Mean:
   return Mean((x * mask).sum(), mask.sum())
 
 
+def optional_mean(x, mask) -> OptionalMean:
+  """Mean of `x` where `mask` is one; left out of the log where it never is."""
+  return OptionalMean(*mean(x, mask))
+
+
 def score(x, mask=None) -> Score:
   """Mean and standard error of scores `x` where `mask` is one."""
   mask = jnp.ones_like(x) if mask is None else mask

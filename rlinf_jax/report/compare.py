@@ -127,11 +127,15 @@ def _completions(runs: Mapping[str, run_folder.Run]) -> str:
 
 
 def _by_problem(run: run_folder.Run) -> dict[tuple, list[Mapping[str, Any]]]:
-  """The completions of each problem, by its set and its prompt."""
+  """The completions of each problem, by its set and its prompt.
+
+  Those whose environment failed are neither right nor wrong.
+  """
   problems = {}
   for record in run_folder.completions(run.folder):
     key = record['set'], record['problem'], record['prompt']
-    problems.setdefault(key, []).append(record)
+    if not record.get('env_failed'):
+      problems.setdefault(key, []).append(record)
   return problems
 
 

@@ -138,6 +138,7 @@ def completions(
     if 'weight' in rows and not rows['weight'][row]:
       continue
     problem, sample = divmod(row, samples)
+    failed = 'env_failed' in rows and bool(rows['env_failed'][row])
     yield {
       'set': name,
       'problem': before + problem,
@@ -148,4 +149,4 @@ def completions(
       'reward': float(rows['reward'][row]),
       'tokens': int(rows['completion_mask'][row].sum()),
       'truncated': bool(rows['truncated'][row]),
-    }
+    } | ({'env_failed': True} if failed else {})

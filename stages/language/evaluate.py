@@ -34,6 +34,10 @@ def evaluate(
   also has `pass_at_k` and, where the verifier knows final answers, `maj_at_k`,
   for k = 2, 4, 8, … up to `samples`, and for k = `samples`.
 
+  Completions whose environment failed are neither right nor wrong: no metric
+  has them but their number. A problem counts in an accuracy if one completion
+  is left, and in `pass_at_k` and `maj_at_k` if k are.
+
   Args:
     policy: the policy to evaluate, or one for each role, as `converse` takes
       them; `run` then takes a Version of each.
@@ -73,12 +77,14 @@ def evaluate(
     }
     if problem.weight is not None:
       rows['weight'] = problem.weight
+    if x.env_failed is not None:
+      rows['env_failed'] = x.env_failed
     return score(x, verdict, problem.weight) | {SAMPLES: metrics.Rows(rows)}
 
   return run
 
 
-def pass_at_k(correct_G, k: int):
+def pass_at_k(correct_G, k: int, kept_G=None):
   """Probability that at least one of k samples is right, arXiv:2107.03374.
 
     1 − C(n − c, k) / C(n, k)
@@ -86,15 +92,18 @@ def pass_at_k(correct_G, k: int):
   This is equation 1, an unbiased estimate from n samples of which c are right.
 
   Args:
-    correct_G: 1 for right samples, 0 for wrong ones; G is n.
-    k: at most n.
+    correct_G: 1 for right samples, 0 for wrong ones.
+    k: at most n; of fewer samples the result is arbitrary, and finite.
+    kept_G: 1 for the n samples that count; None for all.
   """
-  n, right = correct_G.shape[0], correct_G.sum()
+  kept_G = jnp.ones_like(correct_G) if kept_G is None else kept_G
+  n, right = kept_G.sum(), (kept_G * correct_G).sum()
   i = jnp.arange(k)
-  return 1.0 - jnp.maximum((n - right - i) / (n - i), 0.0).prod()
+  wrong_K = jnp.maximum(n - right - i, 0.0) / jnp.maximum(n - i, 1.0)
+  return 1.0 - wrong_K.prod()
 
 
-def maj_at_k(correct_G, vote_G, k: int):
+def maj_at_k(correct_G, vote_G, k: int, kept_G=None):
   """Probability that the most frequent answer of k samples is right.
 
   All right samples count as the same answer. Wrong samples agree if their ids
@@ -105,9 +114,14 @@ def maj_at_k(correct_G, vote_G, k: int):
   Args:
     correct_G: 1 for right samples, 0 for wrong ones.
     vote_G: ids of their answers, −1 for none.
-    k: at most n.
+    k: at most n, the samples that count; of fewer, the result is 0.
+    kept_G: 1 for samples that count; None for all.
   """
   runs = correct_G.shape[0] // k
+  kept_G = jnp.ones_like(correct_G) if kept_G is None else kept_G
+  order_G = jnp.argsort(kept_G <= 0, stable=True)  # Those that count first.
+  correct_G, vote_G = correct_G[order_G], vote_G[order_G]
+  is_full_R = (1 + jnp.arange(runs)) * k <= kept_G.sum()
 
   def majority(correct_K, vote_K):
     same_KK = vote_K[:, None] == vote_K[None]
@@ -117,7 +131,8 @@ def maj_at_k(correct_G, vote_G, k: int):
     return correct_K[agreed_KK.sum(1).argmax()]
 
   parts = (x[: runs * k].reshape(runs, k) for x in (correct_G, vote_G))
-  return jax.vmap(majority)(*parts).mean()
+  right_R = jnp.where(is_full_R, jax.vmap(majority)(*parts), 0.0)
+  return right_R.sum() / jnp.maximum(is_full_R.sum(), 1)
 
 
 def _score(
@@ -125,22 +140,41 @@ def _score(
 ) -> base.Info:
   """Metrics of an evaluation with `samples` completions a problem."""
   length_B, T = x.mask.sum(1), x.mask.shape[1]
+  failures = {}
+  weight_B = jnp.ones_like(length_B) if weight_B is None else weight_B
+  kept_B = jnp.ones_like(length_B)
+  if x.env_failed is not None:
+    kept_B = (x.env_failed <= 0).astype(length_B.dtype)
+    failures['eval/env_failed'] = (weight_B * (1.0 - kept_B)).sum()
+    verdict = jax.tree.map(
+      lambda x_B: jnp.where(kept_B > 0, x_B, 0), verdict._replace(turns=None)
+    )
+  weight_N = weight_B[::samples]
+  weight_B = weight_B * kept_B
+  kept_NG = kept_B.reshape(-1, samples)
+  kept_N = kept_NG.sum(1)
   correct_NG = verdict.correct.reshape(-1, samples)
-  weight_N = None if weight_B is None else weight_B[::samples]
-  info = {
-    'eval/accuracy': metrics.score(correct_NG.mean(1), weight_N),
-    'eval/reward': metrics.mean(verdict.reward, weight_B),
+  accuracy_N = correct_NG.sum(1) / jnp.maximum(kept_N, 1.0)
+
+  def score(x_N, k: int):
+    return metrics.score(x_N, weight_N * (kept_N >= k))
+
+  info = failures | {
+    'eval/accuracy': score(accuracy_N, 1),
+    'eval/reward': metrics.optional_mean(verdict.reward, weight_B),
     **verdict_terms(verdict, 'eval', weight_B),
     'eval/response_length': metrics.histogram(length_B, T + 1, weight_B),
-    'eval/truncated_fraction': metrics.mean(x.truncated, weight_B),
+    'eval/truncated_fraction': metrics.optional_mean(x.truncated, weight_B),
   }
   for k in _sizes(samples):
-    passed_N = jax.vmap(functools.partial(pass_at_k, k=k))(correct_NG)
-    info[f'eval/pass_at_{k}'] = metrics.score(passed_N, weight_N)
+    passed = jax.vmap(functools.partial(pass_at_k, k=k))
+    passed_N = passed(correct_NG, kept_G=kept_NG)
+    info[f'eval/pass_at_{k}'] = score(passed_N, k)
     if verdict.vote is not None:
       majority = jax.vmap(functools.partial(maj_at_k, k=k))
-      right_N = majority(correct_NG, verdict.vote.reshape(-1, samples))
-      info[f'eval/maj_at_{k}'] = metrics.score(right_N, weight_N)
+      vote_NG = verdict.vote.reshape(-1, samples)
+      right_N = majority(correct_NG, vote_NG, kept_G=kept_NG)
+      info[f'eval/maj_at_{k}'] = score(right_N, k)
   return info
 
 
@@ -150,10 +184,10 @@ def _sizes(samples: int) -> list[int]:
   return [*powers, samples] if samples > 1 else []
 
 
-def verdict_terms(verdict: base.Verdict, split: str, mask_B=None) -> base.Info:
+def verdict_terms(verdict: base.Verdict, split: str, mask_B) -> base.Info:
   """Metrics of the mean of each term of the reward, where `mask_B` is 1."""
   return {
-    f'{split}/reward/{name}': metrics.mean(term_B, mask_B)
+    f'{split}/reward/{name}': metrics.optional_mean(term_B, mask_B)
     for name, term_B in dict(verdict.terms).items()
   }
 

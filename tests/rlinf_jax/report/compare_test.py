@@ -11,9 +11,9 @@ from tests.rlinf_jax.report.report_test import drawn, Page
 
 
 def evaluation(folder, right):
-  """An evaluation of four problems as --eval_only leaves it."""
+  """An evaluation as --eval_only leaves it; None of problems that failed."""
   folder.mkdir(parents=True)
-  share = sum(right) / len(right)
+  share = sum(map(bool, right)) / len(right)
   accuracy = {'value': share, 'stderr': 0.1, 'interval': [0.1, 0.9]}
   sets = {'all': {'accuracy': {**accuracy, 'problems': len(right)}}}
   (folder / 'evaluation.json').write_text(
@@ -31,8 +31,9 @@ def evaluation(folder, right):
         'sample': 0,
         'prompt': f'<b>{i}',
         'completion': f'{folder.name} says {i}',
-        'correct': float(x),
+        'correct': float(x or 0),
       }
+      | ({'env_failed': True} if x is None else {})
       for i, x in enumerate(right)
     ],
   )
@@ -65,6 +66,14 @@ def test_completions_that_one_run_alone_has_right_are_shown(tmp_path):
   assert 'a says 0' not in text and '<b>1' not in text
   assert '50.0% (10.0–90.0)' in text
   assert 'Evaluated in 1 seconds. all: 50.0% of 4.' in text
+
+
+def test_completions_whose_environment_failed_are_not_compared(tmp_path):
+  a = evaluation(tmp_path / 'a', [1, 1, 0])
+  b = evaluation(tmp_path / 'b', [None, 1, 1])
+  text = compare.write([a, b], tmp_path / 'c.html').read_text()
+  assert 'of 2 problems; on 1 of them both are as good' in text
+  assert 'b says 2' in text and 'b says 0' not in text
 
 
 @pytest.mark.parametrize(

@@ -101,3 +101,84 @@ def test_samples_of_a_problem_differ_and_one_is_greedy():
 def test_greedy_samples_are_refused():
   with pytest.raises(ValueError, match='2 greedy completions'):
     evaluate.evaluate(tiny.policy(), is_even, samples=2, greedy=True)
+
+
+@pytest.mark.parametrize('k', [2, 4])
+def test_samples_that_failed_do_not_change_scores_of_the_others(k):
+  rng = np.random.default_rng(k)
+  for _ in range(20):
+    kept = rng.permutation(np.float32([1] * 5 + [0] * 3))
+    correct = rng.integers(0, 2, 8).astype(np.float32)
+    vote = np.where(correct, 9, rng.integers(-1, 3, 8))
+    of_all = (jnp.asarray(x) for x in (correct, vote, kept))
+    of_kept = (jnp.asarray(x[kept > 0]) for x in (correct, vote))
+    (c, v, kept_G), (c_kept, v_kept) = of_all, of_kept
+    np.testing.assert_allclose(
+      evaluate.pass_at_k(c, k, kept_G),
+      evaluate.pass_at_k(c_kept, k),
+      atol=1e-6,
+    )
+    np.testing.assert_allclose(
+      evaluate.maj_at_k(c, v, k, kept_G),
+      evaluate.maj_at_k(c_kept, v_kept, k),
+      atol=1e-6,
+    )
+
+
+def evaluated_with_failures(failed, right, samples=2):
+  """An evaluation by hand: rows of which some failed, and some are right."""
+
+  def converse(policy, name, **_):
+    del policy, name
+
+    def run(actor, problem, key_B):
+      del actor
+      zero_BT = jnp.zeros((key_B.shape[0], 3))
+      x = base.Experience(
+        problem.prompt,
+        zero_BT.astype(int),
+        zero_BT,
+        1.0 - jnp.tile(jnp.float32(failed)[:, None], 3),
+        zero_BT[:, 0],
+        env_failed=jnp.float32(failed),
+      )
+      return problem, x
+
+    return run
+
+  @stages.stage('verify')
+  def verify(answer_B, action_BT, mask_BT):
+    del answer_B, action_BT, mask_BT
+    right_B = jnp.where(jnp.float32(failed) > 0, jnp.nan, jnp.float32(right))
+    return base.Verdict(right_B, right_B, {'term': right_B})
+
+  run = evaluate.evaluate(
+    tiny.policy(), verify, samples=samples, greedy=False, converse=converse
+  )
+  version = base.Version((), jnp.int32(0))
+  problem = tiny.problem(len(failed) // samples)
+  return jax.device_get(run(version, problem, jax.random.key(0)))
+
+
+def test_failed_environments_are_neither_right_nor_wrong():
+  #      two right; one failed, one right; both failed; two wrong
+  failed = [0, 0, 0, 1, 1, 1, 0, 0]
+  info = evaluated_with_failures(failed, [1, 1, 1, 0, 0, 0, 0, 0])
+  numbers, rows = metrics.read(info)
+  assert numbers['eval/env_failed'] == 3
+  assert info['eval/accuracy'].count == 3
+  assert numbers['eval/accuracy'] == pytest.approx(2 / 3)
+  assert info['eval/pass_at_2'].count == 2
+  assert numbers['eval/pass_at_2'] == 0.5
+  assert numbers['eval/reward'] == pytest.approx(0.6)
+  assert numbers['eval/reward/term'] == pytest.approx(0.6)
+  assert numbers['eval/response_length_mean'] == 3
+  assert rows[evaluate.SAMPLES]['env_failed'].tolist() == failed
+  # The interval is that of three problems, of which two are right.
+  low, high = info['eval/accuracy'].interval()
+  assert (low, high) == pytest.approx((0.2077, 0.9385), abs=1e-4)
+
+
+def test_an_evaluation_of_failures_alone_has_no_score():
+  numbers, _ = metrics.read(evaluated_with_failures([1] * 4, [0] * 4))
+  assert numbers == {'eval/env_failed': 4.0}
