@@ -268,6 +268,8 @@ class Policy(NamedTuple):
     imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
       behavior cloning minimizes of demonstrated actions, in units where −1 … 1
       is the environment's range. None where it is the negative log-probability.
+    imitation_is_mean: whether that is a mean over the numbers of an action, as
+      in flow matching, rather than their sum.
     trains_router: whether it trains the router of a mixture of experts.
     replays_routing: whether `act` takes `record`, see `routing_replay`.
   """
@@ -286,6 +288,7 @@ class Policy(NamedTuple):
   round_params: Callable[[Params], Params] | None = None
   packed_tokens: int | None = None
   imitation_loss: Callable[..., Any] | None = None
+  imitation_is_mean: bool = False
   trains_router: bool = False
   replays_routing: bool = False
 

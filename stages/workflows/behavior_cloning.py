@@ -118,9 +118,10 @@ def agreement(policy: base.Policy) -> Callable:
   """Returns `params, demonstrations, *keys -> info` of imitating them.
 
   `eval/loss` is what cloning minimizes, and `eval/agreement` the mean over rows
-  of min(1, exp(−loss / n)), where n counts the numbers of a row's action, over
-  which losses are sums. Of tokens that is the geometric mean of their
-  probabilities, of an L1 loss exp(−mean error).
+  of min(1, exp(−l)), where l is the loss for each number of an action: of
+  losses that are sums over n numbers, l = loss / n. Of tokens, exp(−l) is the
+  geometric mean of their probabilities, of an L1 loss exp(−mean error), and of
+  flow matching exp(−mean squared error of the velocity).
   """
 
   def score(params, x: base.Demonstration, *key_B):
@@ -128,7 +129,7 @@ def agreement(policy: base.Policy) -> Callable:
       loss_B = policy.imitation_loss(params, x.obs, x.action, *key_B)
     else:
       loss_B = -policy.evaluate(params, x.obs, x.action).logp
-    n = math.prod(x.action.shape[1:])
+    n = 1 if policy.imitation_is_mean else math.prod(x.action.shape[1:])
     return {
       'eval/loss': metrics.mean(loss_B),
       'eval/agreement': metrics.score(jnp.minimum(1.0, jnp.exp(-loss_B / n))),

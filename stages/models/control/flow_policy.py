@@ -233,6 +233,7 @@ def of_networks(
     imitation_loss=functools.partial(
       _imitation_loss, networks, (chunk, action_width)
     ),
+    imitation_is_mean=True,
   )
 
 

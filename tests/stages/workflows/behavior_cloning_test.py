@@ -11,7 +11,8 @@ from stages import base, workflows
 from stages.envs import demonstrations, push, seed_source
 from stages.envs.rollouts import policy_file
 from stages.learn import optimizers
-from stages.models.control import gaussian_policy
+from stages.models.control import flow_policy, gaussian_policy
+from stages.workflows.behavior_cloning import agreement
 from tiny import read
 
 KEY = jax.random.key(0)
@@ -151,3 +152,35 @@ def test_a_clone_of_few_gets_better_by_success_alone(tmp_path):
   better = read(rl.evaluate(state, seeds, KEY))['eval/success_once']
   assert fresh < 0.05 and 0.1 < cloned < 0.8
   assert better > cloned + 0.2
+
+
+@pytest.mark.parametrize('chunk', [1, 3])
+def test_agreement_is_by_the_mean_loss_of_a_number_of_an_action(chunk):
+  """Of flow matching, whose loss is a mean, and of a likelihood, a sum."""
+  env = push.push()
+  rng = np.random.default_rng(0)
+  shape = (16, 2) if chunk == 1 else (16, chunk, 2)
+  x = base.Demonstration(
+    rng.normal(size=(16, 10)).astype(np.float32),
+    rng.uniform(-1, 1, shape).astype(np.float32),
+  )
+  keys = jax.random.split(KEY, 16)
+  flow = flow_policy.policy(env, width=16, chunk=chunk)
+  # A network of zeros predicts no velocity.
+  params = jax.tree.map(jnp.zeros_like, flow.init(KEY))
+  score = agreement(flow)
+  noise_key = jax.vmap(jax.random.split)(keys)[:, 0]
+  noise = jax.vmap(lambda key: jax.random.normal(key, (2 * chunk,)))(noise_key)
+  error_B = ((noise - x.action.reshape(16, -1)) ** 2).mean(1)
+  got = read(score(params, x, keys))
+  np.testing.assert_allclose(got['eval/loss'], error_B.mean(), rtol=1e-5)
+  want = jnp.exp(-error_B).mean()
+  np.testing.assert_allclose(got['eval/agreement'], want, rtol=1e-5)
+  if chunk > 1:
+    return
+  gaussian = policy()(env)
+  params = gaussian.init(KEY)
+  logp_B = gaussian.evaluate(params, x.obs, x.action).logp
+  got = read(agreement(gaussian)(params, x))
+  want = jnp.minimum(1.0, jnp.exp(logp_B / 2)).mean()
+  np.testing.assert_allclose(got['eval/agreement'], want, rtol=1e-5)
