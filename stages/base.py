@@ -114,10 +114,10 @@ class Experience(NamedTuple):
     continue_: 0 where the episode ends at this step, terminated or truncated.
     return_: target of the critic: advantage (before normalization) plus value.
     proximal: log-probability of each action as the trainer computes it with the
-      acting parameters (the proximal policy of arXiv:2505.24298). Set where
-      `logp` has another rounding than the trainer's (an engine outside JAX, or
-      arithmetic narrower than float32), or where several versions of the
-      policy sampled; None where it equals `logp` to float32's rounding.
+      parameters before the update (the proximal policy of arXiv:2505.24298).
+      Set where `logp` has another rounding than the trainer's (an engine
+      outside JAX, or arithmetic narrower than float32), or where older versions
+      of the policy sampled; None where it equals `logp` to float32's rounding.
     arrival: rank by which rows finished; None where it follows from their
       lengths, as all started together.
     routing: a `language.decoding.routing_replay.Routing`; None unless it is

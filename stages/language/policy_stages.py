@@ -199,25 +199,33 @@ def ref_logp(
 def proximal_logp(
   policy: base.Policy,
   group_size: int,
-  several: bool = False,
+  *,
+  is_stale: bool = False,
   prefix: str = '',
 ) -> Callable:
   """Returns `Version, experience -> experience` with proximal log-probs.
 
-  These are the trainer's own log-probabilities under the acting parameters, and
-  the loss is clipped around them (decoupled PPO, arXiv:2505.24298). They are
-  computed where the recorded ones are rounded in another way: an engine outside
-  JAX acted, or decoding in bfloat16 did. They are also computed where `several`
-  versions acted, under the newest. Otherwise they equal the recorded ones to
+  These are the trainer's own log-probabilities under the parameters before the
+  update, which the version has. The loss is clipped around them, and weighted
+  by importance of them over the recorded ones (decoupled PPO,
+  arXiv:2505.24298 eq. 5). They are computed where older parameters acted, and
+  where the recorded ones are rounded in another way: an engine outside JAX
+  acted, or decoding in bfloat16 did. Otherwise they equal the recorded ones to
   float32's rounding, and the experience is returned unchanged.
+
+  Args:
+    policy: the policy.
+    group_size: adjacent rows that share their observation.
+    is_stale: whether other versions than that before the update act.
+    prefix: of the name of the stage, where a workflow has several policies.
   """
   rounded_alike = policy.out_shapes is None and not policy.recompute_logp
-  if rounded_alike and not several:
-    return lambda actor, x: x
+  if rounded_alike and not is_stale:
+    return lambda now, x: x
   stage = logp(policy, f'{prefix}proximal_logp', group_size, replays=True)
 
-  def with_proximal(actor: base.Version, x: base.Experience):
-    return x._replace(proximal=stage(actor.params, x))
+  def with_proximal(now: base.Version, x: base.Experience):
+    return x._replace(proximal=stage(now.params, x))
 
   return with_proximal
 
@@ -253,7 +261,8 @@ class Rollouts(NamedTuple):
     run: `Version, carry, problem, keys -> problem, experience, carry, info`.
       Returns the problems and the experience of finished rows, the state that
       is carried to the next step, and metrics.
-    allocate: `problem -> carry` of the first step; None if nothing is carried.
+    allocate: `problem -> carry` of the first step; None if nothing is carried,
+      so that the version that a step is given draws all of its tokens.
   """
 
   run: Callable
@@ -296,11 +305,10 @@ def complete(
     converse: what a row is: `one_turn`, or `conversation.converse`.
   """
   generate = converse(policy, 'generate', group_size=group_size)
-  with_proximal = proximal_logp(policy, group_size)
 
   def run(actor: base.Version, carry, problem: base.Problem, keys):
     problem, x = generate(actor, problem, keys)
-    return problem, with_proximal(actor, x), carry, {}
+    return problem, x, carry, {}
 
   return Rollouts(run)
 

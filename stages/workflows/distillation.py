@@ -98,6 +98,7 @@ def distillation(
   balance.check(policy, balance_coef)
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.complete(policy, group_size)
+  with_proximal = policy_stages.proximal_logp(policy, group_size)
   score = policy_stages.logp(teacher, 'teacher_logp', group_size)
   estimate = stages.Stage(teacher_advantage, 'teacher_advantage')
   gap = stages.Stage(teacher_gap, 'teacher_gap', 'sum', group_size=group_size)
@@ -129,9 +130,10 @@ def distillation(
     return State(actor, {base.FROZEN: frozen}, judge)
 
   def step(state: State, problem: base.Problem, key):
-    actor, prompts = state.actor, repeat(problem)
+    actor, now, prompts = state.actor, version(state), repeat(problem)
     keys = stages.keys(key, prompts.prompt)
-    prompts, x, _, _ = generate.run(version(state), (), prompts, keys)
+    prompts, x, _, _ = generate.run(now, (), prompts, keys)
+    x = with_proximal(now, x)
     verdict = verifiers.judge(verify, state.verifier, prompts.answer, x)
     info = measure(x, verdict, actor.step)
     teacher_logp = score(state.teacher[base.FROZEN], x)

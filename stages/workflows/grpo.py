@@ -152,8 +152,8 @@ def grpo(
     importance_weight: `proximal_logp, behavior_logp, mask -> weight`, the
       weight of the loss of each token. It is used where sampling rounds
       log-probabilities differently from scoring (another engine, or bfloat16),
-      or where several versions of the policy sampled. The ratio is then clipped
-      around the proximal policy.
+      or where older versions of the policy sampled. The ratio is then clipped
+      around the proximal policy, that before the update.
     importance_bound: `weight, importance_cap -> weight`.
     importance_cap: bound of the weights.
     rollouts: `policy, group_size -> policy_stages.Rollouts`, the method of
@@ -169,6 +169,9 @@ def grpo(
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   generate = rollouts(policy, group_size)
   _check_baseline(greedy_baseline, generate, advantage, turn_advantage)
+  with_proximal = policy_stages.proximal_logp(
+    policy, group_size, is_stale=bool(staleness or generate.allocate)
+  )
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
@@ -209,11 +212,13 @@ def grpo(
   version = lambda state: train_step.version(state.actor)
 
   def step(state: State, problem: base.Problem, key):
-    behavior, past = train_step.delayed(state.past, version(state))
+    now = version(state)
+    behavior, past = train_step.delayed(state.past, now)
     prompts = repeat(problem)
     finished, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
+    x = with_proximal(now, x)
     verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
     info = measure(x, verdict, state.actor.step) | carry_info
     if greedy_baseline:

@@ -160,6 +160,9 @@ def ppo(
   balance.check(policy, balance_coef)
   value_model.check_trunk(policy, critic)
   generate = rollouts(policy, group_size)
+  with_proximal = policy_stages.proximal_logp(
+    policy, group_size, is_stale=bool(staleness or generate.allocate)
+  )
   repeat = policy_stages.repeat(group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
   gae = (discount, turn_discount), gae_lambda, critic_gae_lambda
@@ -203,6 +206,7 @@ def ppo(
     problem, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
+    x = with_proximal(now, x)
     verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
     ref_logp = score_ref(state.reference, now, x)
     x = estimate(learner.critic_params(state), x, verdict, ref_logp)

@@ -138,6 +138,7 @@ def role_grpo(
   learn_role = functools.partial(
     _learn,
     group_size=group_size,
+    is_stale=staleness > 0,
     objective=functools.partial(
       objectives.policy,
       clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
@@ -211,7 +212,7 @@ def _step(
     finished, x = generate(behaviors, prompts, stages.keys(key, prompts.prompt))
     verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
     info = measure(x, verdict, state.learners[0].actor.step)
-    parts = state.learners, behaviors, pasts, by_role(x, verdict)
+    parts = state.learners, pasts, by_role(x, verdict)
     learners, infos = [], []
     for learn_one, *part in zip(learn, *parts, strict=True):
       learner, found = learn_one(key, *part)
@@ -274,6 +275,7 @@ def _learn(
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
+  is_stale: bool,
   **settings,
 ) -> Callable:
   """Returns what one role learns in a step.
@@ -283,11 +285,12 @@ def _learn(
     policy: its policy.
     optimizer: the optimizer of the policy.
     group_size: adjacent rows that share a prompt.
+    is_stale: whether an older version of the policy acts.
     **settings: as in `policy_update.update`.
 
   Returns:
-    `key, learner, behavior, past, (experience, verdict) -> learner, info`, for
-    the version that acted and the delay line of the next step.
+    `key, learner, past, (experience, verdict) -> learner, info`, for the delay
+    line of the next step.
   """
   prefix = f'{name}_'
   measure_gap = stages.Stage(
@@ -296,14 +299,16 @@ def _learn(
     'sum',
     group_size=group_size,
   )
-  with_proximal = policy_stages.proximal_logp(policy, group_size, prefix=prefix)
+  with_proximal = policy_stages.proximal_logp(
+    policy, group_size, is_stale=is_stale, prefix=prefix
+  )
   update = policy_update.update(
     policy, optimizer, group_size=group_size, prefix=prefix, **settings
   )
 
-  def learn(key, learner, behavior: base.Version, past, given):
+  def learn(key, learner, past, given):
     x, verdict = given
-    x = with_proximal(behavior, x)
+    x = with_proximal(train_step.version(learner.actor), x)
     actor, info = update(learner, key, x.obs, x, verdict)
     if x.proximal is not None:
       info |= measure_gap(x)

@@ -55,7 +55,6 @@ def partial_conversations(
     return policy_stages.complete(policy, group_size, converse=converse)
   play = converse(policy, 'generate', group_size=group_size)
   rows = max(1, len(play.cast.names)) * group_size
-  with_proximal = policy_stages.proximal_logp(policy, group_size, several=True)
   append_stage = stages.Stage(
     functools.partial(_append, play), 'append_conversations', 'batch'
   )
@@ -98,7 +97,7 @@ def partial_conversations(
     now, _ = loop((groups.rows, (cache,)), *given)
     problem, x, carried = emit_stage(actor.step, groups, now)
     info = measure(x.version, x.mask, carried.rows.own)
-    return problem, with_proximal(actor, x), carried, info
+    return problem, x, carried, info
 
   def allocate(problem: base.Problem) -> carried_lib.Carried:
     return _allocate(play, rows, extra_groups, problem)

@@ -36,18 +36,11 @@ def partial_rollouts(
   """
   carried_lib.check(policy, max_carry, extra_groups)
   generate = act(policy, group_size, max_carry, extra_groups)
-  with_proximal = policy_stages.proximal_logp(
-    policy, group_size, several=max_carry > 0
-  )
-
-  def run(actor: base.Version, carried, problem: base.Problem, keys):
-    problem, x, carried, info = generate(actor, carried, problem, keys)
-    return problem, with_proximal(actor, x), carried, info
 
   def first_carry(problem: base.Problem) -> carried_lib.Carried:
     return allocate(policy, problem, group_size, extra_groups)
 
-  return policy_stages.Rollouts(run, first_carry if max_carry else None)
+  return policy_stages.Rollouts(generate, first_carry if max_carry else None)
 
 
 def act(

@@ -254,19 +254,30 @@ def test_a_kl_penalty_and_a_kl_loss_exclude_each_other():
     workflow(kl_coef=0.1, kl_reward_coef=0.1)
 
 
-def test_rounded_log_probs_and_carried_rows_are_corrected_as_in_grpo():
-  flow = tiny.trace(
-    workflows.ppo(
-      tiny.policy('bfloat16'),
+def test_log_probs_that_are_rounded_or_stale_are_corrected_as_in_grpo():
+  for dtype, lag in (('float32', 0), ('float32', 1), ('bfloat16', 0)):
+    ppo = workflows.ppo(
+      tiny.policy(dtype),
       tiny.even,
       TRUNKS['own'](),
       optax.sgd(1.0),
       optax.sgd(1.0),
-      staleness=1,
-    ),
-    tiny.problem(),
-  )
-  assert 'proximal_logp' in flow.stages
+      staleness=lag,
+    )
+    is_corrected = bool(lag or dtype == 'bfloat16')
+    flow = tiny.trace(ppo, tiny.problem())
+    assert ('proximal_logp' in flow.stages) == is_corrected
+
+
+def test_a_stale_policy_is_clipped_around_the_version_before_the_update():
+  ppo = workflow('own', staleness=1)
+  state, ratios, gaps = ppo.init(KEY), [], []
+  for i in range(2):
+    state, info = ppo.step(state, tiny.problem(), jax.random.key(i))
+    ratios.append(read(info)['train/ratio_max'])
+    gaps.append(read(info)['rollout/logprob_gap_max'])
+  np.testing.assert_allclose(ratios, 1.0, rtol=1e-5)
+  assert gaps[0] < 1e-4 < gaps[1]
 
 
 @pytest.mark.slow
