@@ -201,6 +201,8 @@ class Vector:
       success=number(success),
       steps=np.ones(B, np.float32),
       env_failed=number(failed),
+      chunk_return=number(reward),
+      chunk_success=number(success),
     )
 
   def _start(self, seed_N, call_N, B: int):

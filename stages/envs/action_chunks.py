@@ -26,15 +26,20 @@ def chunked(env: env_lib.Env, chunk_size: int, discount: float) -> env_lib.Env:
         f'that takes chunks of {chunk_size}: give the policy the same `chunk`.'
       )
     state, so_far = env.step(state, action_BZA[:, 0])
-    so_far = so_far._replace(steps=jnp.ones_like(so_far.reward))
+    so_far = so_far._replace(
+      steps=jnp.ones_like(so_far.reward),
+      chunk_return=so_far.reward,
+      chunk_success=so_far.success,
+    )
     for z in range(1, chunk_size):
       running_B = (so_far.terminated + so_far.truncated) == 0
       new_state, timestep = env.step(state, action_BZA[:, z])
       n_B = so_far.steps
       timestep = timestep._replace(
         reward=so_far.reward + discount**n_B * timestep.reward,
-        success=jnp.maximum(so_far.success, timestep.success),
         steps=n_B + 1.0,
+        chunk_return=so_far.chunk_return + timestep.reward,
+        chunk_success=jnp.maximum(so_far.chunk_success, timestep.success),
       )
       state, so_far = jax.tree.map(
         lambda a, b: jnp.where(_expand_dims(running_B, a), a, b),

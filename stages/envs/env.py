@@ -19,12 +19,17 @@ class TimeStep(NamedTuple):
     truncated: 1 where a time limit ended the episode: bootstrap from
       `final_obs`.
     final_obs: observation before any reset; equals `obs` where none happened.
-    success: 1 where the task is solved at this moment.
+    success: 1 where the task is solved at this moment; after the last step of
+      a chunk.
     steps: environment steps executed of a chunk; None where an action is one
       step.
     env_failed: 1 where the simulator failed (crash, exception, NaN, time-out):
       the step is truncated, has no reward, and is not learned from. None where
       no step can fail.
+    chunk_return: Σₖ rₖ over the steps executed of a chunk, undiscounted; None
+      where an action is one step.
+    chunk_success: 1 where the task was solved after any of these steps; None
+      likewise.
     final_state: state before any reset; None where `Env.render` is.
   """
 
@@ -36,6 +41,8 @@ class TimeStep(NamedTuple):
   success: Float[Array, ' B']
   steps: Float[Array, ' B'] | None = None
   env_failed: Float[Array, ' B'] | None = None
+  chunk_return: Float[Array, ' B'] | None = None
+  chunk_success: Float[Array, ' B'] | None = None
   final_state: Any = None
 
 

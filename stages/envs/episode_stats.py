@@ -1,6 +1,8 @@
 """Statistics of episodes: success, return and length.
 
 Rows are environments. Episodes that a failed simulator ended are not counted.
+Chunks of actions count as their steps, so that an episode has the statistics
+that it would have if its actions were taken one by one.
 """
 
 from typing import NamedTuple
@@ -18,7 +20,7 @@ class Running(NamedTuple):
   """Statistics of each row's running episode.
 
   Attributes:
-    return_: sum of rewards so far.
+    return_: sum of rewards so far, undiscounted.
     length: steps so far.
     success: 1 once it has succeeded.
   """
@@ -59,7 +61,8 @@ def update(
   time_major = jax.tree.map(
     lambda x: x.T,
     (
-      timestep.reward,
+      _rewards(timestep),
+      succeeded(timestep),
       timestep.success,
       jnp.maximum(timestep.terminated, timestep.truncated),
       zero + 1.0 if timestep.steps is None else timestep.steps,
@@ -69,11 +72,11 @@ def update(
 
   def add(carry, step):
     now, finished = carry
-    reward, success, done, steps, env_failed = step
+    reward, once, success, done, steps, env_failed = step
     now = Running(
       now.return_ + reward,
       now.length + steps,
-      jnp.maximum(now.success, success),
+      jnp.maximum(now.success, once),
     )
     counts = done * (1.0 - env_failed)
     last = EpisodeStats(jnp.ones_like(done), *now, success)
@@ -100,12 +103,26 @@ def first_episode(timestep: env_lib.TimeStep) -> EpisodeStats:
   steps_BT = mask_BT if timestep.steps is None else mask_BT * timestep.steps
   sums = EpisodeStats(
     jnp.ones_like(kept_B),
-    (mask_BT * timestep.reward).sum(1),
+    (mask_BT * _rewards(timestep)).sum(1),
     steps_BT.sum(1),
-    (mask_BT * timestep.success).max(1),
+    (mask_BT * succeeded(timestep)).max(1),
     (last_BT * timestep.success).sum(1),
   )
   return jax.tree.map(lambda x: kept_B * x, sums)
+
+
+def _rewards(timestep: env_lib.TimeStep):
+  """Sum of the rewards of all environment steps of each step."""
+  if timestep.chunk_return is None:
+    return timestep.reward
+  return timestep.chunk_return
+
+
+def succeeded(timestep: env_lib.TimeStep):
+  """1 where an environment step of a step succeeded."""
+  if timestep.chunk_success is None:
+    return timestep.success
+  return timestep.chunk_success
 
 
 def success(stats: EpisodeStats):

@@ -29,7 +29,8 @@ class Memory:
     obs: current observations, a dict by path of arrays [N, ...].
     final: likewise, the final observation of the episode that ended last.
     reward_NC: of each step.
-    terminated_N, truncated_N, success_N: of any step of the chunk.
+    terminated_N, truncated_N, success_N: of the last step taken of the chunk.
+    chunk_success_N: 1 where any step of the chunk succeeded.
     env_failed_N: 1 where the simulator failed instead of stepping.
     steps_N: steps of the chunk that were taken.
     call_N: call counts; written when all else is.
@@ -47,7 +48,14 @@ class Memory:
   def __init__(self, fd: int, spec: simulator.Spec, N: int, C: int, P: int):
     """Maps the file `fd`, and makes it as large as needed."""
     (A,) = spec.low.shape
-    results = ('terminated', 'truncated', 'success', 'env_failed', 'steps')
+    results = (
+      'terminated',
+      'truncated',
+      'success',
+      'chunk_success',
+      'env_failed',
+      'steps',
+    )
     counters = (
       'call',
       'env_seed',

@@ -133,6 +133,7 @@ class Worker:
     last = len(m.action_NCA[i]) - 1
     m.reward_NC[i] = m.terminated_N[i] = m.truncated_N[i] = 0
     m.success_N[i] = m.env_failed_N[i] = m.steps_N[i] = 0
+    m.chunk_success_N[i] = 0
     if m.abandoned_N[i]:
       self._fail_episode(i, obs)
       return True
@@ -154,7 +155,8 @@ class Worker:
       m.steps_N[i] = c + 1
       m.terminated_N[i] = result.terminated
       m.truncated_N[i] = result.truncated and not result.terminated
-      m.success_N[i] = max(m.success_N[i], result.success)
+      m.success_N[i] = result.success
+      m.chunk_success_N[i] = max(m.chunk_success_N[i], result.success)
       m.heartbeat_P[self._rank] += 1
       if ended:
         break
@@ -196,7 +198,7 @@ class Worker:
     """Truncates an episode that failed; `obs` is its last observation."""
     m = self._memory
     self._discard(i)
-    m.reward_NC[i] = m.success_N[i] = 0
+    m.reward_NC[i] = m.success_N[i] = m.chunk_success_N[i] = 0
     m.env_failed_N[i] = m.truncated_N[i] = 1
     m.steps_N[i] = max(1, m.steps_N[i])
     self._write(m.final, i, obs)

@@ -161,7 +161,8 @@ def step_stage(env: env_lib.Env, first: bool, last: bool) -> stages.Stage:
     )
     obs = _rows(env.obs_spec, B)
     row = jax.ShapeDtypeStruct((B,), jnp.float32)
-    return state, env_lib.TimeStep(obs, row, row, row, obs, row, row, row)
+    rows = [row] * (len(env_lib.TimeStep._fields) - 6)
+    return state, env_lib.TimeStep(obs, row, row, row, obs, *rows)
 
   def step(state, env_action):
     token = env.load(*state) if saves and first else state

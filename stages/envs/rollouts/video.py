@@ -17,6 +17,7 @@ import numpy as np
 import stages
 from stages import base, metrics
 from stages.envs import env as env_lib
+from stages.envs import episode_stats
 from stages.envs.rollouts import rollout
 
 EPISODES = 4  # The first of an evaluation.
@@ -141,6 +142,7 @@ def _captions(seed, timestep: env_lib.TimeStep) -> dict:
   """Seeds, times and success of the frames, in JAX or NumPy as given."""
   done_BT = (timestep.terminated + timestep.truncated)[:EPISODES] > 0
   success_BT = timestep.success[:EPISODES]
+  solved_BT = episode_stats.succeeded(timestep)[:EPISODES]
   T = done_BT.shape[1]
   # Steps up to and including the last of the first episode.
   end_B = ((done_BT.cumsum(1) - done_BT) == 0).sum(1)
@@ -154,7 +156,7 @@ def _captions(seed, timestep: env_lib.TimeStep) -> dict:
     'seed': seed[:EPISODES],
     'time': time.astype(np.int32),
     'success': (after * success_BT[:, None]).sum(2),
-    'solved': (before_BT * success_BT).max(1),
+    'solved': (before_BT * solved_BT).max(1),
   }
 
 
