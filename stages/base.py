@@ -265,9 +265,10 @@ class Policy(NamedTuple):
       it uses them; None where it rounds none.
     packed_tokens: room of a packed row in tokens, see
       `stages.language.scoring.packing`; None without packing.
-    imitation_loss: `params, obs, action, keys -> loss`, one number a row: what
-      behavior cloning minimizes of demonstrated actions, in units where −1 … 1
-      is the environment's range. None where it is the negative log-probability.
+    imitation_loss: `params, obs, action, keys, *, train -> loss`, one number a
+      row: what behavior cloning minimizes of demonstrated actions, in units
+      where −1 … 1 is the environment's range. With `train`, a policy that
+      augments pictures does. None where it is the negative log-probability.
     imitation_is_mean: whether that is a mean over the numbers of an action, as
       in flow matching, rather than their sum.
     trains_router: whether it trains the router of a mixture of experts.

@@ -8,6 +8,7 @@ import dataclasses
 import typing
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -133,19 +134,51 @@ def center_crop(image, share: float, size: int):
     share: of the area that is kept.
     size: edge of the result, in pixels.
   """
-  x = image.astype(jnp.float32) / 255.0
   start = (1.0 - share**0.5) / 2.0
-  for axis in (1, 2):
-    last = image.shape[axis] - 1
-    at_S = np.linspace(start * last, (1.0 - start) * last, size)
-    low_S = np.floor(at_S).astype(int)
-    shape = [size if i == axis else 1 for i in range(4)]
+  at = [
+    np.linspace(start * (n - 1), (1.0 - start) * (n - 1), size)
+    for n in image.shape[1:3]
+  ]
+  x = _sampled(image.astype(jnp.float32) / 255.0, at)
+  return jnp.clip(x * 255.5, 0.0, 255.0).astype(jnp.uint8)
+
+
+def random_crop(x, share: float, key):
+  """A part of a picture anywhere in it, stretched to the picture's size.
+
+  Pixels are sampled as by `center_crop`.
+
+  Args:
+    x: float [rows, columns, 3].
+    share: of the area that is kept; of both edges, its root.
+    key: a key.
+  """
+  edge = share**0.5
+  start_2 = jax.random.uniform(key, (2,), x.dtype, maxval=1.0 - edge)
+  at = [
+    (start + edge * jnp.linspace(0.0, 1.0, n, dtype=x.dtype)) * (n - 1)
+    for start, n in zip(start_2, x.shape[:2], strict=True)
+  ]
+  return _sampled(x, at)
+
+
+def _sampled(x, at):
+  """Pictures sampled bilinearly at rows and columns, which may be fractions.
+
+  Args:
+    x: float [..., rows, columns, colors].
+    at: positions of rows, and of columns, one-dimensional.
+  """
+  for axis, at_S in zip((-3, -2), at, strict=True):
+    last = x.shape[axis] - 1
+    low_S = at_S.astype(int)  # Rounds down, as none is below 0.
+    shape = [at_S.size if i == axis else 1 for i in range(-x.ndim, 0)]
     weight = jnp.asarray(at_S - low_S, x.dtype).reshape(shape)
     near, far = (
-      jnp.take(x, np.minimum(low_S + step, last), axis) for step in (0, 1)
+      jnp.take(x, jnp.minimum(low_S + step, last), axis) for step in (0, 1)
     )
     x = near + (far - near) * weight
-  return jnp.clip(x * 255.5, 0.0, 255.0).astype(jnp.uint8)
+  return x
 
 
 def _letterbox(image, color: list[int]):

@@ -74,7 +74,7 @@ def behavior_cloning(
   def loss(params, stats, x: base.Demonstration, *key_B):
     obs = obs_stats.normalize(stats, x.obs)
     if policy.imitation_loss is not None:
-      loss_B = policy.imitation_loss(params, obs, x.action, *key_B)
+      loss_B = policy.imitation_loss(params, obs, x.action, *key_B, train=True)
       return (metrics.mean(loss_B),), {'train/loss': metrics.mean(loss_B)}
     now = policy.evaluate(params, obs, x.action)
     mean = metrics.mean(-now.logp)

@@ -49,12 +49,15 @@ class Networks(NamedTuple):
       the output from which Flow-Noise's standard deviation follows, None where
       the network has none.
     value: `params, context -> value`; None without a critic.
+    encode_augmented: `params, obs, keys -> context`, of observations that are
+      changed at random, in training by imitation; None for `encode`.
   """
 
   init: Callable[[base.Key], base.Params]
   encode: Callable[[base.Params, Any], Any]
   velocity: Callable[..., Any]
   value: Callable[[base.Params, Any], Any] | None = None
+  encode_augmented: Callable[[base.Params, Any, Any], Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,14 +282,20 @@ def _score(
   return logp, entropy
 
 
-def _imitation_loss(networks: Networks, shape, params, obs, action, key_B):
+def _imitation_loss(
+  networks: Networks, shape, params, obs, action, key_B, *, train=False
+):
   """The flow-matching loss at a random time and noise of each row.
 
   Actions are padded with zeros to `shape`, that of a chunk.
   """
   Z, width = shape
   action_range.check_chunk(action, Z)
-  context = networks.encode(params, obs)
+  if train and networks.encode_augmented:
+    image_key_B = jax.vmap(jax.random.fold_in, (0, None))(key_B, 2)
+    context = networks.encode_augmented(params, obs, image_key_B)
+  else:
+    context = networks.encode(params, obs)
   B, A = action.shape[0], Z * width
   chunk = action.reshape(B, Z, -1)
   padding = (0, 0), (0, 0), (0, width - chunk.shape[-1])

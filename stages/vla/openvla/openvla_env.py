@@ -177,10 +177,12 @@ def adapt(
     leading = tree_paths.flatten(obs)[camera].shape[:-3]
     return own.value(params, observe(obs)).reshape(leading)
 
-  def imitation_loss(params, obs, action, key_B):
+  def imitation_loss(params, obs, action, key_B, *, train=False):
     action_range.check_chunk(action, chunk)
     action_BA = action.reshape(*action.shape[:1], -1)
-    return own.imitation_loss(params, observe(obs), action_BA, key_B)
+    return own.imitation_loss(
+      params, observe(obs), action_BA, key_B, train=train
+    )
 
   return own._replace(
     act=act,

@@ -1,6 +1,7 @@
 """OpenVLA-OFT as a policy: it decides a chunk of actions in one pass."""
 
 from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 
 from stages import base
 from stages.language import sample, value_model
+from stages.vla import augmentation
 from stages.vla.openvla import action_tokens, openvla, openvla_oft
 
 
@@ -20,6 +22,7 @@ def policy(
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
   state_stats: action_tokens.ActionStats | None = None,
+  augment: bool = False,
 ) -> base.Policy:
   """A policy `openvla_oft.Observation -> action`, [B, Z A].
 
@@ -42,9 +45,13 @@ def policy(
       normalized state that predicts the first token.
     state_stats: statistics by which the robot's state is normalized; None where
       observations have a normalized one.
+    augment: whether `imitation_loss` changes pictures at random in training, as
+      `augmentation.OpenVla`. Its crops replace the central one, which the
+      policy must have elsewhere.
 
   Raises:
-    ValueError: if the statistics are of actions of another length.
+    ValueError: if the statistics are of actions of another length, or pictures
+      are to be cropped at random and not in the center.
   """
   _check(config, stats, state_stats)
   llama = config.openvla.llama
@@ -52,7 +59,9 @@ def policy(
   head = _l1_head(config) if l1 else _token_head(config, sampling)
   reduce = (lambda x_BT: x_BT.sum(1)) if logp_of == 'action' else (lambda x: x)
 
-  def states(params, obs: openvla_oft.Observation):
+  augmented = _augmented(config) if augment else None
+
+  def states(params, obs: openvla_oft.Observation, config=config):
     if state_stats is not None and len(obs.state):
       state = action_tokens.normalize(state_stats, obs.state)
       obs = obs._replace(state=state)
@@ -85,9 +94,11 @@ def policy(
     x_BTD = states(params, obs)
     return openvla.values(config.openvla, params, x_BTD[:, :1])
 
-  def imitation_loss(params, obs, action_BT, key_B):
-    del key_B  # Neither loss draws anything.
-    return head.loss(params, states(params, obs), action_BT)
+  def imitation_loss(params, obs, action_BT, key_B, *, train=False):
+    seen = obs, config
+    if train and augmented:
+      seen = augmented(obs, key_B)
+    return head.loss(params, states(params, *seen), action_BT)
 
   def to_env_action(action):
     action = head.decode(action)
@@ -104,6 +115,29 @@ def policy(
     sampling=sampling,
     imitation_loss=imitation_loss,
   )
+
+
+def _augmented(config: openvla_oft.Config) -> Callable:
+  """Returns `obs, key_B -> obs, config` for training on changed pictures."""
+  share = config.openvla.pictures.crop
+  if share == 1.0:
+    raise ValueError(
+      'Pictures are to be cropped at random in training, and not in the center '
+      'elsewhere: set center_crop = True, or augment = False.'
+    )
+  change = augmentation.OpenVla(crop=share)
+  whole = dataclasses.replace(config.openvla.pictures, crop=1.0)
+  own = dataclasses.replace(config.openvla, pictures=whole)
+  uncropped = dataclasses.replace(config, openvla=own)
+
+  def augmented(obs: openvla_oft.Observation, key_B):
+    images = tuple(
+      change(image, jax.vmap(jax.random.fold_in, (0, None))(key_B, i))
+      for i, image in enumerate(obs.images)
+    )
+    return obs._replace(images=images), uncropped
+
+  return augmented
 
 
 class _Head(NamedTuple):

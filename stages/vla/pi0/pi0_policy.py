@@ -13,7 +13,13 @@ from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
 from stages.models.control import flow_policy
-from stages.vla import instructions, normalization, pictures, trunk_lora
+from stages.vla import (
+  augmentation,
+  instructions,
+  normalization,
+  pictures,
+  trunk_lora,
+)
 from stages.vla.pi0 import pi0, pi0_critic, pi0_files, pi0_inputs, pi0_noise
 
 EXPERT, TRUNK = 'expert', 'trunk'
@@ -39,6 +45,7 @@ def policy(
   critic: bool = True,
   critic_width: ranges.PositiveInt = 256,
   critic_reads: Literal['mean', 'tokens'] = 'mean',
+  augment: bool = False,
 ) -> base.Policy:
   """A policy of π0 or π0.5 for an environment with cameras, or for data.
 
@@ -79,6 +86,8 @@ def policy(
     critic_reads: 'mean' for the mean of the activations over all tokens, as
       RLinf has it for π0.5; 'tokens' for those of all tokens, which tells where
       things are, in models with few of them.
+    augment: whether training by imitation changes pictures at random, see
+      `augmentation.Openpi`. Cameras with 'wrist' in their names are at one.
 
   Raises:
     ValueError: for observations or actions that the model does not fit.
@@ -111,6 +120,9 @@ def policy(
     encode,
     functools.partial(_velocity, config, spread),
     head and head.value,
+    functools.partial(encode, change=augmentation.Openpi())
+    if augment
+    else None,
   )
   own = flow_policy.of_networks(
     networks,
@@ -231,14 +243,30 @@ def _prefix_length(encode, config: pi0.Config, env: env_lib.Env | None) -> int:
   return prefix.mask.shape[1]
 
 
-def _encode(config: pi0.Config, inputs: pi0_inputs.Inputs, params, obs):
-  """The prefix, with all leading dimensions as one, and the padded state."""
+def _encode(
+  config: pi0.Config,
+  inputs: pi0_inputs.Inputs,
+  params,
+  obs,
+  key_B=None,
+  *,
+  change: augmentation.Openpi | None = None,
+):
+  """The prefix, with all leading dimensions as one, and the padded state.
+
+  With `change`, pictures are changed at random; `key_B` has a key a row.
+  """
   params = params | params.get(base.FROZEN, {})
   leaves, embedded = tree_paths.flatten(obs), []
   for name in inputs.cameras:
     image = leaves[name].reshape(-1, *leaves[name].shape[-3:])
     image = pictures.resize_with_pad(image, config.vision.image_size)
-    image = image.astype(config.vision.dtype) / 127.5 - 1.0
+    if change is not None:
+      image = image.astype(jnp.float32) / 255.0
+      image = change(image, key_B, at_wrist='wrist' in name) * 2.0 - 1.0
+      image = image.astype(config.vision.dtype)
+    else:
+      image = image.astype(config.vision.dtype) / 127.5 - 1.0
     embedded.append(pi0.embed_images(config, params, image))
   seen = jnp.concatenate(embedded, axis=1)
   prompt = inputs.prompt(obs)

@@ -57,6 +57,7 @@ def test_fine_tuning_exports_weights_and_statistics(folder, tmp_path, name):
     'STEPS = 24',
     'HELD_OUT = 4',
     'LEARNING_RATE = 3e-3',
+    f'AUGMENT = {adaptive}',
     'optimizers.adamw.warmup_steps = 1',
     'train.train.plan = None',
   ]

@@ -47,8 +47,10 @@ def test_episodes_are_of_the_controller_that_does_what_words_say(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('film', [False, True])
-def test_fine_tuning_exports_the_published_layout(folder, tmp_path, film):
+@pytest.mark.parametrize('film, augment', [(False, True), (True, False)])
+def test_fine_tuning_exports_the_published_layout(
+  folder, tmp_path, film, augment
+):
   """The first command of docs/vla.md."""
   bindings = [
     f'MODEL = {str(folder / "model")!r}',
@@ -57,6 +59,7 @@ def test_fine_tuning_exports_the_published_layout(folder, tmp_path, film):
     'STEPS = 3',
     'LORA_RANK = 4',
     f'FILM = {film}',
+    f'AUGMENT = {augment}',
     'train.train.plan = None',
   ]
   config.parse(

@@ -10,6 +10,7 @@ import pytest
 
 from stages import base
 from stages.language import sample
+from stages.vla import augmentation
 from stages.vla.openvla import (
   action_tokens,
   openvla_oft,
@@ -161,6 +162,45 @@ def test_the_regression_head_is_the_published_one(case, model, wanted):
   np.testing.assert_allclose(loss, 0.5 * Z * A, rtol=1e-5)
   with pytest.raises(ValueError, match='L1 head have no probability'):
     own.evaluate(model[2], observation(), x.action)
+
+
+def cropped(case, **settings):
+  """A policy that sees the central 90 % of pictures."""
+  own = config(case, head='token')
+  seen = dataclasses.replace(own.openvla.pictures, crop=0.9)
+  whole = dataclasses.replace(own.openvla, pictures=seen)
+  own = dataclasses.replace(own, openvla=whole)
+  return openvla_oft_policy.policy(own, STATS, **settings)
+
+
+def test_training_sees_changed_pictures_and_nothing_else_does(case, model):
+  plain, augmented = cropped(case), cropped(case, augment=True)
+  rng = np.random.default_rng(2)
+  action = jnp.asarray(rng.uniform(-1, 1, (3, Z * A)), jnp.float32)
+  keys = jax.random.split(jax.random.key(0), 3)
+  obs = observation()
+
+  def loss(own, obs, **settings):
+    run = jax.jit(functools.partial(own.imitation_loss, **settings))
+    return np.asarray(run(model[2], obs, action, keys))
+
+  assert (loss(augmented, obs) == loss(plain, obs)).all()
+  assert (loss(plain, obs, train=True) == loss(plain, obs)).all()
+  # A policy of whole pictures sees those that were changed before.
+  change = augmentation.OpenVla()
+  images = tuple(
+    change(image, jax.vmap(jax.random.fold_in, (0, None))(keys, i))
+    for i, image in enumerate(obs.images)
+  )
+  want = loss(policy(case), obs._replace(images=images))
+  got = loss(augmented, obs, train=True)
+  np.testing.assert_allclose(got, want, rtol=1e-4)
+  assert np.abs(got - loss(plain, obs)).min() > 1e-3
+
+
+def test_random_crops_need_a_central_one_elsewhere(case):
+  with pytest.raises(ValueError, match='set center_crop = True'):
+    policy(case, augment=True)
 
 
 def test_greedy_actions_are_those_of_torch(case, model, wanted):

@@ -223,6 +223,25 @@ def test_only_executed_actions_have_a_probability():
   assert made.imitation_loss(params, obs, action, keys).shape == (B,)
 
 
+def test_imitation_alone_sees_changed_pictures():
+  plain, augmented = policy(), policy(augment=True)
+  params = plain.init(KEY)
+  _, obs = ENV.init(jnp.arange(B))
+  keys = jax.random.split(jax.random.key(1), B)
+  action = jnp.zeros((B, CHUNK, 2))
+
+  def loss(own, **settings):
+    run = jax.jit(functools.partial(own.imitation_loss, **settings))
+    return np.asarray(run(params, obs, action, keys))
+
+  want = loss(plain)
+  assert (loss(augmented) == want).all()
+  assert (loss(plain, train=True) == want).all()
+  # The noise and the time of a row are the same, and half of the pictures keep
+  # their colors, but each is cropped.
+  assert (np.abs(loss(augmented, train=True) - want) > 1e-6).all()
+
+
 def test_pi05_reads_the_state_behind_its_instruction():
   quantiles = {'q01': [-1.0, -1.0], 'q99': [1.0, 1.0]}
   made = policy(
