@@ -144,12 +144,21 @@ class Loop:
       KeyboardInterrupt: if the run was asked to stop; a checkpoint is written.
     """
     with interrupt.handle_signals(self._interrupt):
-      if not self.steps and schedule.evaluate_every:
-        self.evaluate()
-        if schedule.video_every_evals:
-          self._log.write_video(0, self._video)
+      if schedule.is_evaluation(self.steps):
+        self._evaluate_start(schedule)
       self._train(folder, schedule)
     self._checkpoints.close()
+
+  def _evaluate_start(self, schedule: Schedule):
+    """Evaluates the policy that the run starts with, unless it was before.
+
+    An interrupted run leaves this evaluation to the one that continues it.
+    """
+    known = self._log.evaluation(self.steps)
+    if known is None:
+      self._evaluate(schedule)
+    else:
+      self._update_metrics(known)
 
   def _train(self, folder: pathlib.Path, schedule: Schedule):
     first = self.steps
@@ -162,15 +171,10 @@ class Loop:
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')
       self._count_skipped(skipped)
-      is_last = self.steps == schedule.steps
       if schedule.is_evaluation(self.steps):
         self._write_samples(samples)
-        self.evaluate()
-        is_last |= self._reached(schedule)
-        wanted = schedule.video_every_evals and is_last
-        if wanted or schedule.is_video(self.steps):
-          self._log.write_video(self.steps, self._video)
-      if is_last or schedule.is_checkpoint(self.steps):
+        self._evaluate(schedule)
+      if self._is_last(schedule) or schedule.is_checkpoint(self.steps):
         self.save()
 
   def _count_skipped(self, skipped: skipped_lib.SkippedUpdates):
@@ -190,6 +194,9 @@ class Loop:
     target = schedule.stop_at_score
     score = self.metrics.get(self._score, -math.inf)
     return target is not None and score >= target
+
+  def _is_last(self, schedule: Schedule) -> bool:
+    return self.steps == schedule.steps or self._reached(schedule)
 
   def _stop(self):
     """Ends an interrupted run with a checkpoint."""
@@ -283,16 +290,35 @@ class Loop:
       f'{self._monitor.summary()}'
     )
 
+  def _evaluate(self, schedule: Schedule):
+    """Evaluates the policy; writes a video if one is due.
+
+    Raises:
+      KeyboardInterrupt: if the run was asked to stop, also in between.
+    """
+    self.evaluate()
+    wanted = schedule.video_every_evals and self._is_last(schedule)
+    if wanted or schedule.is_video(self.steps):
+      self._log.write_video(self.steps, self._video)
+
   def evaluate(self):
-    """Evaluates the policy on all held-out problems."""
+    """Evaluates the policy on all held-out problems.
+
+    Raises:
+      KeyboardInterrupt: if the run was asked to stop before the last batch;
+        nothing of the evaluation is written then, but a checkpoint is.
+    """
     start = time.perf_counter()
-    infos = [
-      evaluation.evaluate_batch(self.runtime, self._held_out, i, self._key)
-      for i in range(len(self._held_out.batches))
-    ]
+    infos = []
+    for i in range(len(self._held_out.batches)):
+      if self._interrupt.requested:
+        self._stop()
+      infos.append(
+        evaluation.evaluate_batch(self.runtime, self._held_out, i, self._key)
+      )
     self.runtime.timeline.take()  # Spans of an evaluation belong to no step.
     values, samples = evaluation.summarize(infos, self._held_out.names)
-    values['time/evaluate'] = time.perf_counter() - start
+    values[run_log.EVALUATION] = time.perf_counter() - start
     self._log.write_metrics(self.steps, values)
     self._video = samples.pop(video.NAME, None)
     first = jax.tree.map(lambda x: x[:EVALUATION_SAMPLES], samples)

@@ -17,6 +17,8 @@ from rlinf_jax.system import whole_file
 from stages import base
 from stages.language import tokens
 
+EVALUATION = 'time/evaluate'  # A metric that every evaluation has.
+
 
 class RunLog:
   """The open files of a run folder, and the console.
@@ -65,6 +67,14 @@ class RunLog:
   def write_metrics(self, step: int, values: dict[str, float]):
     for writer in [*self._metric_writers, self._console]:
       writer.write(step, values)
+
+  def evaluation(self, step: int) -> dict[str, float] | None:
+    """The metrics of the evaluation after `step`; None if there was none."""
+    for record in writers.records(self._folder / 'metrics.jsonl'):
+      if record['step'] == step and EVALUATION in record:
+        del record['step']
+        return {name: float(value) for name, value in record.items()}
+    return None
 
   def notice(self, step: int, text: str):
     """Prints and writes that something went wrong, or is not as usual."""
