@@ -1,5 +1,6 @@
 """Comparison of predicted and measured seconds of steps and stages."""
 
+import collections
 import os
 import pathlib
 from typing import NamedTuple
@@ -41,11 +42,11 @@ def table(folder: str | os.PathLike) -> list[Row]:
   """
   folder = pathlib.Path(folder)
   predictions = run_folder.records(folder, 'predictions.jsonl')
-  if not predictions:
+  if not (newest := collections.deque(predictions, maxlen=1)):
     return []
-  last = predictions[-1]
+  (last,) = newest
   steps = [
-    line
+    {name: x for name, x in line.items() if name.startswith('time/')}
     for line in run_folder.records(folder, 'metrics.jsonl')
     if 'time/step' in line and line['step'] > last['step']
   ]

@@ -39,7 +39,6 @@ TRAINING_COUNTERPARTS = {
   'eval/success_once': ('env/success_once', 'training, sampled'),
   'eval/return': ('env/return', 'training, sampled'),
 }
-GANTT_STEPS = 4
 MAX_SHARES = 8  # Rows of the table of shares; other stages are summed.
 THIRD, TWO_THIRDS, WHOLE = 325, 703, 1082  # Pixels inside of cards.
 
@@ -200,8 +199,7 @@ def _time_cards(run: run_folder.Run) -> str:
   times = run_folder.stage_seconds(run)
   if not times:
     return ''
-  recorded = {record['stage'] for record in run.runs}
-  names = [*times, *sorted(recorded - set(times))]
+  names = [*times, *sorted(run.timeline.stages - set(times))]
   colors = dict.fromkeys(names, charts.SERIES)
   stage_names = (name for name in names if name not in run_folder.NO_STAGE)
   colors |= dict(zip(stage_names, range(1, charts.SERIES), strict=False))
@@ -213,8 +211,8 @@ def _time_cards(run: run_folder.Run) -> str:
   }
   if stages:
     cards.append(_stacked_card(stages, colors))
-  if run.runs:
-    cards.append(_gantt_card(run.runs, colors))
+  if run.timeline.last:
+    cards.append(_gantt_card(run.timeline.last, colors))
   if rows := predicted.table(run.folder):
     cards.append(_predicted_card(rows))
   grid = ''.join(cards)
@@ -253,11 +251,10 @@ def _stacked_card(stages, colors: Mapping[str, int]) -> str:
   return page.card('Seconds per step', note, picture, median, 'two-thirds')
 
 
-def _gantt_card(runs: Sequence[Mapping], colors: Mapping[str, int]) -> str:
-  last = sorted({record['step'] for record in runs})[-GANTT_STEPS:]
-  records = [record for record in runs if record['step'] in last]
+def _gantt_card(records: Sequence[Mapping], colors: Mapping[str, int]) -> str:
   picture = charts.gantt(records, colors, width=WHOLE)
-  steps = 'step' if len(last) == 1 else f'{len(last)} steps'
+  count = len({record['step'] for record in records})
+  steps = 'step' if count == 1 else f'{count} steps'
   return page.card(
     f'The last {steps}', 'when each stage ran', picture, '', 'whole'
   )

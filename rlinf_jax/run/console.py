@@ -210,13 +210,16 @@ def format_summary(
     report: the path of the report, or the reason why there is none.
   """
   metrics = pathlib.Path(folder) / 'metrics.jsonl'
-  lines = list(writers.records(metrics)) if metrics.exists() else []
-  step = max((values['step'] for values in lines), default=0)
+  step, first, last = 0, {}, {}
+  for values in writers.records(metrics) if metrics.exists() else ():
+    step = max(step, values['step'])
+    last |= values
+    first = values | first
   facts = {}
   for name, (score, form) in SCORES.items():
-    scores = [float(values[score]) for values in lines if score in values]
-    if scores:
-      facts[name] = f'{scores[0]:{form}} -> {scores[-1]:{form}} (held out)'
+    if score in last:
+      before, after = (float(x[score]) for x in (first, last))
+      facts[name] = f'{before:{form}} -> {after:{form}} (held out)'
   facts['time'] = f'{seconds / 60:.1f} minutes'
   if prediction := predicted.describe_step(folder):
     facts['step time'] = prediction

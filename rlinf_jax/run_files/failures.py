@@ -7,6 +7,7 @@ The console prints each when it happens. The summary of a run and its report
 count them, so that a run which ends well does not hide them.
 """
 
+import collections
 from collections.abc import Iterable, Mapping
 import os
 import pathlib
@@ -40,31 +41,33 @@ def skipped_share(values: Mapping[str, float]) -> float:
 
 
 def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
-  lines = list(lines)
-  if count := sum(skipped_share(values) > 0 for values in lines):
-    steps = 'step' if count == 1 else 'steps'
+  skipped = episodes = conversations = rewards = 0
+  for x in lines:
+    skipped += skipped_share(x) > 0
+    episodes += float(x.get(ENVIRONMENTS, 0))
+    conversations += sum(float(x.get(name, 0)) for name in CONVERSATIONS)
+    rewards += any(float(x.get(name, 0)) > 0 for name in REWARDS)
+  if skipped:
+    steps = 'step' if skipped == 1 else 'steps'
     yield (
-      f'In {count:,} {steps} an update was skipped, as its gradient was not '
+      f'In {skipped:,} {steps} an update was skipped, as its gradient was not '
       'finite.'
     )
-  lost = [float(x.get(ENVIRONMENTS, 0)) for x in lines]
-  if sum(lost) > 0:
-    yield f'{sum(lost):,.0f} episodes were lost, as a simulator failed.'
-  lost = [float(x.get(name, 0)) for x in lines for name in CONVERSATIONS]
-  if sum(lost) > 0:
+  if episodes > 0:
+    yield f'{episodes:,.0f} episodes were lost, as a simulator failed.'
+  if conversations > 0:
     yield (
-      f'{sum(lost):,.0f} conversations were lost, as an environment or an '
+      f'{conversations:,.0f} conversations were lost, as an environment or an '
       'agent failed.'
     )
-  bad = (any(float(x.get(name, 0)) > 0 for name in REWARDS) for x in lines)
-  if count := sum(bad):
-    yield f'In {count:,} of the steps and evaluations a reward failed.'
+  if rewards:
+    yield f'In {rewards:,} of the steps and evaluations a reward failed.'
 
 
-def _of_notices(lines: list[Mapping[str, Any]]) -> Iterable[str]:
-  if lines:
-    last = lines[-1]
-    number = 'One notice' if len(lines) == 1 else f'{len(lines):,} notices'
+def _of_notices(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
+  newest = collections.deque(enumerate(lines, 1), maxlen=1)
+  for count, last in newest:
+    number = 'One notice' if count == 1 else f'{count:,} notices'
     yield (
       f'{number} of the run: see {FILE}. The last, at step {last["step"]}: '
       f'{last["text"]}'

@@ -1,9 +1,13 @@
 """Reads run folders, also of runs that crashed or are still running.
 
 A file that is not written yet reads as empty. Records are checked for what
-reports read of them, as files may be damaged, or of another program.
+reports read of them, as files may be damaged, or of another program. A long run
+has tens of millions of records: one is in memory at a time, and what a report
+shows of them.
 """
 
+import array
+from collections.abc import Iterator
 import json
 import os
 import pathlib
@@ -31,6 +35,7 @@ FIELDS = {
 }
 # Names for seconds that belong to no stage.
 NO_STAGE = ('between stages', 'outside steps')
+LAST_STEPS = 4  # Steps whose stages a report draws.
 
 
 class Series(NamedTuple):
@@ -40,14 +45,27 @@ class Series(NamedTuple):
   value: np.ndarray
 
 
+class Timeline(NamedTuple):
+  """When stages ran, from timeline.jsonl.
+
+  Attributes:
+    stages: names of all that ran.
+    end: seconds after which the last one ended; 0 where none ran.
+    last: the records of the last `LAST_STEPS` steps.
+  """
+
+  stages: frozenset[str] = frozenset()
+  end: float = 0.0
+  last: tuple[dict[str, Any], ...] = ()
+
+
 class Run(NamedTuple):
   """The contents of a run folder.
 
   Attributes:
     folder: its path.
     series: every metric, by name.
-    runs: the records of timeline.jsonl in which a stage ran.
-    samples: the records of samples.jsonl.
+    timeline: when its stages ran.
     result: the contents of result.json; None unless the run finished.
     warm_start: the run of the folder's warm_start folder, if there is one.
     evaluation: the contents of evaluation.json, which --eval_only writes; None
@@ -56,8 +74,7 @@ class Run(NamedTuple):
 
   folder: pathlib.Path
   series: dict[str, Series]
-  runs: list[dict[str, Any]]
-  samples: list[dict[str, Any]]
+  timeline: Timeline
   result: dict[str, Any] | None
   warm_start: 'Run | None'
   evaluation: dict[str, Any] | None = None
@@ -81,14 +98,9 @@ def read(folder: str | os.PathLike) -> Run:
   return Run(
     folder,
     series,
-    [
-      record
-      for record in records(folder, 'timeline.jsonl')
-      if record['what'] == 'run'
-    ],
-    records(folder, 'samples.jsonl'),
+    _timeline(folder),
     _read_json(folder / 'result.json'),
-    read(inside) if records(inside, 'metrics.jsonl') else None,
+    read(inside) if any(records(inside, 'metrics.jsonl')) else None,
     _evaluation(folder / 'evaluation.json'),
   )
 
@@ -99,31 +111,50 @@ def metrics(folder: pathlib.Path) -> dict[str, Series]:
   Raises:
     ValueError: if metrics.jsonl holds something else than runs write.
   """
-  found: dict[str, dict[int, float]] = {}
+  found: dict[str, tuple[array.array, array.array]] = {}
   for record in records(folder, 'metrics.jsonl'):
     for name, value in record.items():
       if name != 'step':
         number = _number(value, name, folder / 'metrics.jsonl')
-        found.setdefault(name, {})[record['step']] = number
-  return {name: _series(values) for name, values in found.items()}
+        steps, values = found.setdefault(
+          name, (array.array('q'), array.array('d'))
+        )
+        steps.append(record['step'])
+        values.append(number)
+  return {name: _series(*columns) for name, columns in found.items()}
 
 
-def completions(folder: str | os.PathLike) -> list[dict[str, Any]]:
-  """The records of completions.jsonl, which --eval_only writes."""
+def _timeline(folder: pathlib.Path) -> Timeline:
+  """Reads timeline.jsonl, whose steps are in ascending order."""
+  stages, end, last = set(), 0.0, {}
+  for record in records(folder, 'timeline.jsonl'):
+    if record['what'] == 'run':
+      stages.add(record['stage'])
+      end = max(end, record['end'])
+      last.setdefault(record['step'], []).append(record)
+      if len(last) > LAST_STEPS:
+        del last[min(last)]
+  found = (record for step in sorted(last) for record in last[step])
+  return Timeline(frozenset(stages), end, tuple(found))
+
+
+def completions(folder: str | os.PathLike) -> Iterator[dict[str, Any]]:
+  """Yields the records of completions.jsonl, which --eval_only writes."""
   return records(pathlib.Path(folder), 'completions.jsonl')
 
 
-def records(folder: pathlib.Path, name: str) -> list[dict[str, Any]]:
-  """The records of a file of JSON lines in a run folder.
+def records(folder: pathlib.Path, name: str) -> Iterator[dict[str, Any]]:
+  """Yields the records of a file of JSON lines in a run folder.
 
   Raises:
     ValueError: if the file holds something else than runs write.
   """
   path = folder / name
-  found = list(writers.records(path)) if path.exists() else []
-  for record in found:
+  if not path.exists():
+    return
+  for record in writers.records(path):
     _check(record, path)
-  return found
+    yield record
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
@@ -156,7 +187,7 @@ def _check(record: Any, path: pathlib.Path):
     value = record.get(name)
     if kind is float:
       _number(value, name, path)
-    elif not isinstance(value, kind):
+    elif not isinstance(value, kind) or (kind is int and abs(value) >= 2**63):
       raise _damaged(path, _binding(name, value))
 
 
@@ -178,9 +209,10 @@ def _damaged(path: pathlib.Path, what: str) -> ValueError:
   )
 
 
-def _series(values: dict[int, float]) -> Series:
-  steps = sorted(values)
-  return Series(np.array(steps), np.array([values[step] for step in steps]))
+def _series(steps: array.array, values: array.array) -> Series:
+  """A series of the last value of each step."""
+  unique, last = np.unique(np.array(steps)[::-1], return_index=True)
+  return Series(unique, np.array(values)[::-1][last])
 
 
 def steps(run: Run) -> int:
@@ -192,13 +224,12 @@ def seconds(run: Run) -> float:
   """The duration of a run; estimated if the run did not finish."""
   if record := run.result or run.evaluation:
     return float(record['seconds'])
-  ends = [record['end'] for record in run.runs]
   sums = [
     np.nansum(run.series[name].value)
     for name in ('time/step', 'time/evaluate')
     if name in run.series
   ]
-  return float(max([sum(sums), *ends]))
+  return float(max(sum(sums), run.timeline.end))
 
 
 def stage_seconds(run: Run) -> dict[str, float]:

@@ -45,16 +45,17 @@ def _first_middle_last(steps: Iterable[int]) -> list[int]:
 
 def samples(run: run_folder.Run) -> str:
   """Completions of the first, a middle and the last evaluation."""
-  split = 'eval' if any(s['split'] == 'eval' for s in run.samples) else 'train'
-  by_step: dict[int, list] = {}
-  for sample in run.samples:
-    if sample['split'] == split:
-      by_step.setdefault(sample['step'], []).append(sample)
-  if not by_step:
+  steps: dict[str, set[int]] = {}
+  for sample in run_folder.records(run.folder, 'samples.jsonl'):
+    steps.setdefault(sample['split'], set()).add(sample['step'])
+  split = 'eval' if 'eval' in steps else 'train'
+  if split not in steps:
     return ''
-  columns = ''.join(
-    _sample_column(x, by_step[x]) for x in _first_middle_last(by_step)
-  )
+  shown = {step: [] for step in _first_middle_last(steps[split])}
+  for sample in run_folder.records(run.folder, 'samples.jsonl'):
+    if sample['split'] == split and sample['step'] in shown:
+      shown[sample['step']].append(sample)
+  columns = ''.join(_sample_column(x, samples) for x, samples in shown.items())
   prompts = 'held-out prompts' if split == 'eval' else 'training prompts'
   return (
     f'<h2>Completions <small>of {prompts}</small></h2>'

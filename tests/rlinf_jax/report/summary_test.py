@@ -17,8 +17,7 @@ def make(seconds=372.0, **series):
       )
       for name, values in series.items()
     },
-    runs=[],
-    samples=[],
+    timeline=run_folder.Timeline(),
     result={'seconds': seconds},
     warm_start=None,
   )

@@ -1,8 +1,10 @@
 import json
+import tracemalloc
 
 import pytest
 
 import fake_run
+from rlinf_jax.report.html import samples_html
 from rlinf_jax.run_files import run_folder
 
 
@@ -47,3 +49,35 @@ def test_a_folder_without_metrics_is_refused(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('')
   with pytest.raises(FileNotFoundError, match='no metrics to report'):
     run_folder.read(tmp_path)
+
+
+def test_a_report_of_a_long_run_holds_what_it_draws(tmp_path):
+  """Memory of reading is that of the last steps, however long the run."""
+  folder = fake_run.make_run(tmp_path / 'r', steps=8, warm_start=False)
+  few = traced(folder)
+  timeline, samples = folder / 'timeline.jsonl', folder / 'samples.jsonl'
+  lines = [
+    {**span, 'step': step, 'start': step, 'end': step + 0.5}
+    for step in range(5_000)
+    for span in map(json.loads, timeline.read_text().splitlines()[:5])
+  ]
+  fake_run.write_lines(timeline, lines)
+  known = list(map(json.loads, samples.read_text().splitlines()))[:4]
+  long = [{**x, 'step': step} for step in range(2_000) for x in known]
+  fake_run.write_lines(samples, long)
+  assert timeline.stat().st_size + samples.stat().st_size > 3e6
+  many = traced(folder)
+  run = run_folder.read(folder)
+  assert sorted({x['step'] for x in run.timeline.last}) == [*range(4996, 5000)]
+  assert run.timeline.end == 4999.5
+  assert run.timeline.stages == {x['stage'] for x in lines}
+  assert many - few < 5e5
+
+
+def traced(folder) -> int:
+  """The most bytes that reading a run and showing its samples take."""
+  tracemalloc.start()
+  samples_html.samples(run_folder.read(folder))
+  most = tracemalloc.get_traced_memory()[1]
+  tracemalloc.stop()
+  return most
