@@ -12,6 +12,7 @@ from stages.learn import (
   advantages,
   losses,
   objectives,
+  rollout_correction,
   signatures,
   turn_advantages,
 )
@@ -85,8 +86,7 @@ def estimator(
   def estimate(
     x: base.Experience, reward_B, ref_logp_BT, turns: base.Turns | None = None
   ):
-    logp_BT = x.logp if x.proximal is None else x.proximal
-    logps = (logp_BT, ref_logp_BT) if kl_coef else ()
+    logps = (rollout_correction.old_logp(x), ref_logp_BT) if kl_coef else ()
     turns = () if turn_advantage is None else _known(turns)
     advantage_BT = group_advantage(reward_B, turns, x.mask, *logps)
     if not normalize:

@@ -11,7 +11,7 @@ from sharding import rules
 import stages
 from stages import base
 from stages.language import sample
-from stages.learn import train_step
+from stages.learn import rollout_correction, train_step
 
 
 def act(
@@ -120,7 +120,7 @@ def scorer(
     settings = group_size, balance, x.routing
     mask_BT = informative_mask(x.mask, x.advantage)
     now = score(policy, params, x.obs, x.action, mask_BT, *settings)
-    old_BT = x.logp if x.proximal is None else x.proximal
+    old_BT = rollout_correction.old_logp(x)
     return now._replace(logp=jnp.where(mask_BT > 0, now.logp, old_BT))
 
   return run_informative if informative_only and policy.packed_tokens else run
@@ -199,28 +199,28 @@ def ref_logp(
 def proximal_logp(
   policy: base.Policy,
   group_size: int,
-  *,
-  is_stale: bool = False,
+  staleness: int = 0,
+  rollouts: 'Rollouts | None' = None,
   prefix: str = '',
 ) -> Callable:
   """Returns `Version, experience -> experience` with proximal log-probs.
 
   These are the trainer's own log-probabilities under the parameters before the
-  update, which the version has. The loss is clipped around them, and weighted
-  by importance of them over the recorded ones (decoupled PPO,
-  arXiv:2505.24298 eq. 5). They are computed where older parameters acted, and
-  where the recorded ones are rounded in another way: an engine outside JAX
-  acted, or decoding in bfloat16 did. Otherwise they equal the recorded ones to
-  float32's rounding, and the experience is returned unchanged.
+  update, which the version has; see `learn.rollout_correction`. They are
+  computed where older parameters acted, and where the recorded ones are rounded
+  in another way: an engine outside JAX acted, or decoding in bfloat16 did.
+  Otherwise they equal the recorded ones to float32's rounding, and the
+  experience is returned unchanged.
 
   Args:
     policy: the policy.
     group_size: adjacent rows that share their observation.
-    is_stale: whether other versions than that before the update act.
+    staleness: as in `base.Workflow`.
+    rollouts: how completions are generated; None where a step finishes all.
     prefix: of the name of the stage, where a workflow has several policies.
   """
-  rounded_alike = policy.out_shapes is None and not policy.recompute_logp
-  if rounded_alike and not is_stale:
+  is_stale = staleness > 0 or bool(rollouts and rollouts.allocate)
+  if not rollout_correction.is_needed(policy, is_stale):
     return lambda now, x: x
   stage = logp(policy, f'{prefix}proximal_logp', group_size, replays=True)
 

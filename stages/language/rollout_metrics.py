@@ -11,7 +11,7 @@ from stages import base, metrics
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages
 from stages.language.scoring import packing
-from stages.learn import advantages
+from stages.learn import advantages, rollout_correction
 
 
 def measure(group_size: int, updates_per_step: int) -> stages.Stage:
@@ -62,7 +62,7 @@ def describe(
   if x.env_failed is not None:
     failures['rollout/env_failed'] = (x.env_failed > 0).sum(dtype=jnp.float32)
   return (
-    logprob_gap(x)
+    rollout_correction.logprob_gap(x)
     | failures
     | {
       'rollout/reward': metrics.moments(verdict.reward, kept_B),
@@ -175,14 +175,3 @@ def _padding_of_packed(
   size_M = size_M.astype(jnp.float32)
   computed = capacity * (size_M > 0).sum(dtype=jnp.float32)
   return metrics.Mean(computed - size_M.sum(), computed)
-
-
-def logprob_gap(x: base.Experience) -> base.Info:
-  """Distance between log-probs of scoring and of sampling, nats a token."""
-  if x.proximal is None:
-    return {}
-  gap_BT = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)
-  return {
-    'rollout/logprob_gap_mean': metrics.mean(gap_BT, x.mask),
-    'rollout/logprob_gap_max': metrics.maximum(gap_BT),
-  }

@@ -9,7 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from stages import base, metrics
-from stages.learn import loss_terms, losses, signatures, train_step
+from stages.learn import (
+  loss_terms,
+  losses,
+  rollout_correction,
+  signatures,
+  train_step,
+)
 
 
 def policy(
@@ -32,10 +38,10 @@ def policy(
                   + L_critic)
 
   H is the entropy, b the load-balancing loss of a mixture of experts, and
-  L_critic is 0 without `critic_loss`. lp_old are the
-  log-probabilities recorded while sampling, and w = 1. Where the experience has
-  `proximal` log-probabilities, these are lp_old, and w is the bounded
-  importance weight exp(lp_old − lp_b) of them over the recorded ones, lp_b.
+  L_critic is 0 without `critic_loss`. lp_old are the log-probabilities recorded
+  while sampling, and w = 1. Where the experience has `proximal`
+  log-probabilities, these are lp_old, and w is the bounded importance weight
+  exp(lp_old − lp_b) of them over the recorded ones, lp_b.
 
   Args:
     evaluate: `params, experience -> base.Evaluation`.
@@ -55,10 +61,7 @@ def policy(
     ValueError: for dual clip with another loss than `losses.ppo_clip`, and for
       bounds that `loss_terms.check` refuses.
   """
-  loss_terms.check(clip, importance)
-  surrogate = functools.partial(
-    _surrogate, _with_dual_clip(policy_loss, clip.dual), likelihood, clip
-  )
+  clipped = surrogate(clip, importance, policy_loss, likelihood)
 
   def loss(params, x: base.Experience, ref_logp_BT):
     if mask_truncated:
@@ -66,10 +69,7 @@ def policy(
     now = evaluate(params, x)
     # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
     now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
-    loss_BT, ratio_info = surrogate(now.logp, x)
-    if x.proximal is not None:
-      weight_BT = importance.weight(x.proximal, x.logp, x.mask)
-      loss_BT *= importance.bound(weight_BT, importance.cap)
+    loss_BT, ratio_info = clipped(now.logp, x)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),
       'train/kl_behavior': metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask),
@@ -116,31 +116,40 @@ def _with_dual_clip(
   return functools.partial(policy_loss, dual_clip=dual_clip)
 
 
-def _surrogate(
-  policy_loss: Callable,
-  likelihood: signatures.Likelihood,
+def surrogate(
   clip: loss_terms.Clip,
-  logp_BT,
-  x: base.Experience,
-) -> tuple[Any, base.Info]:
-  """The clipped loss of the ratio π / π_old, [B, T], and its metrics."""
-  old_BT = x.logp
-  if x.proximal is not None:
-    old_BT = jnp.where(x.mask > 0, x.proximal, 0.0)
-  logp_BT, old_BT = (likelihood(lp, x.mask) for lp in (logp_BT, old_BT))
+  importance: loss_terms.Importance,
+  policy_loss: signatures.PolicyLoss = losses.ppo_clip,
+  likelihood: signatures.Likelihood = losses.token_logp,
+) -> Callable:
+  """Returns `logp, experience -> loss, info`: the loss of ρ = π / π_old.
+
+  It is w · policy_loss(lp, lp_old, A) of each action; arguments, w and lp_old
+  are those of `policy`.
+  """
+  loss_terms.check(clip, importance)
+  bounded = _with_dual_clip(policy_loss, clip.dual)
   bounds = clip.low, clip.high
-  loss_BT = policy_loss(logp_BT, old_BT, x.advantage, *bounds)
-  ratio_BT = losses.ratio(logp_BT, old_BT)
-  clipped_BT = losses.clip_fraction(logp_BT, old_BT, x.advantage, *bounds)
-  info = {
-    'train/clip_fraction': metrics.mean(clipped_BT, x.mask),
-    'train/ratio_mean': metrics.mean(ratio_BT, x.mask),
-    'train/ratio_max': metrics.maximum(ratio_BT, x.mask),
-  }
-  if clip.dual is not None:
-    dual_BT = losses.dual_clip_fraction(logp_BT, old_BT, x.advantage, clip.dual)
-    info['train/clip_fraction_dual'] = metrics.mean(dual_BT, x.mask)
-  return loss_BT, info
+
+  def loss(logp, x: base.Experience):
+    old = x.logp
+    if x.proximal is not None:
+      old = jnp.where(x.mask > 0, x.proximal, 0.0)
+    logp, old = (likelihood(lp, x.mask) for lp in (logp, old))
+    ratio = losses.ratio(logp, old)
+    clipped = losses.clip_fraction(logp, old, x.advantage, *bounds)
+    info = {
+      'train/clip_fraction': metrics.mean(clipped, x.mask),
+      'train/ratio_mean': metrics.mean(ratio, x.mask),
+      'train/ratio_max': metrics.maximum(ratio, x.mask),
+    }
+    if clip.dual is not None:
+      dual = losses.dual_clip_fraction(logp, old, x.advantage, clip.dual)
+      info['train/clip_fraction_dual'] = metrics.mean(dual, x.mask)
+    loss = bounded(logp, old, x.advantage, *bounds)
+    return rollout_correction.weigh(loss, importance, x), info
+
+  return loss
 
 
 def _kl_term(

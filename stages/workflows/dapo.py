@@ -116,9 +116,7 @@ def dapo(
   accept = stages.Stage(
     functools.partial(_accept, group_size), 'accept', 'batch'
   )
-  with_proximal = policy_stages.proximal_logp(
-    policy, group_size, is_stale=staleness > 0
-  )
+  rescore = policy_stages.proximal_logp(policy, group_size, staleness)
   measure = _measure(group_size, num_minibatches * num_epochs)
   padding = rollout_metrics.packed_padding(policy, group_size)
   minibatch = minibatches.minibatches(
@@ -156,7 +154,7 @@ def dapo(
     behavior, past = train_step.delayed(state.past, now)
     empty = none_accepted(behavior, problem, key)
     accepted = fill(empty, behavior, problem, key)
-    x = with_proximal(now, accepted.x)
+    x = rescore(now, accepted.x)
     rollout_info = measure(accepted._replace(x=x), state.actor.step)
     x = x._replace(advantage=group_advantage(accepted.verdict.reward, x.mask))
     batches = minibatch(key, empty.x.mask, x, ())

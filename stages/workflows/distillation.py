@@ -20,6 +20,7 @@ from stages.learn import (
   losses,
   minibatches,
   objectives,
+  rollout_correction,
   signatures,
   train_step,
 )
@@ -98,7 +99,7 @@ def distillation(
   balance.check(policy, balance_coef)
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.complete(policy, group_size)
-  with_proximal = policy_stages.proximal_logp(policy, group_size)
+  rescore = policy_stages.proximal_logp(policy, group_size)
   score = policy_stages.logp(teacher, 'teacher_logp', group_size)
   estimate = stages.Stage(teacher_advantage, 'teacher_advantage')
   gap = stages.Stage(teacher_gap, 'teacher_gap', 'sum', group_size=group_size)
@@ -133,11 +134,11 @@ def distillation(
     actor, now, prompts = state.actor, version(state), repeat(problem)
     keys = stages.keys(key, prompts.prompt)
     prompts, x, _, _ = generate.run(now, (), prompts, keys)
-    x = with_proximal(now, x)
+    x = rescore(now, x)
     verdict = verifiers.judge(verify, state.verifier, prompts.answer, x)
     info = measure(x, verdict, actor.step)
     teacher_logp = score(state.teacher[base.FROZEN], x)
-    logp = x.logp if x.proximal is None else x.proximal
+    logp = rollout_correction.old_logp(x)
     x = x._replace(advantage=estimate(teacher_logp, logp, x.mask))
     info |= gap(x.advantage, x.mask)
     batches = minibatch(key, prompts.prompt, x, ())

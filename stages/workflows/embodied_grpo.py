@@ -24,6 +24,7 @@ from stages.learn import (
   losses,
   minibatches,
   objectives,
+  rollout_correction,
   signatures,
   train_step,
 )
@@ -68,6 +69,9 @@ def embodied_grpo(
   advantage: signatures.GroupAdvantage = advantages.group_relative,
   turn_advantage: signatures.TurnAdvantage | None = None,
   aggregate: signatures.Aggregate = losses.sequence_mean_token_mean,
+  importance_weight: signatures.ImportanceWeight = losses.token_weight,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
+  importance_cap: ranges.AtLeastOne = 2.0,
   normalize_obs: bool = True,
   init_from: str | None = None,
   eval_env: env_lib.Env | None = None,
@@ -104,6 +108,12 @@ def embodied_grpo(
       the states of first steps are known to be equal. None for one advantage an
       episode.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`.
+    importance_weight: `proximal_logp, behavior_logp, mask -> weight` of the
+      loss of each step. Steps have weights where acting rounds
+      log-probabilities in another way than learning, as in bfloat16; see
+      `rollout_correction`.
+    importance_bound: `weight, importance_cap -> weight`.
+    importance_cap: bound of the weights.
     normalize_obs: whether observations are normalized by running moments.
     init_from: folder of an exported policy to start from; its observation
       statistics then stay fixed. None for random parameters.
@@ -135,10 +145,13 @@ def embodied_grpo(
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
     aggregate=aggregate,
+    importance=loss_terms.Importance(
+      importance_weight, importance_bound, importance_cap
+    ),
   )
-  score_ref = stages.Stage(
-    functools.partial(ref_logp, policy), 'ref_logp', unbatched=(0,)
-  )
+  rescore = rollout_correction.in_environments(policy)
+  logp_of_steps = functools.partial(rollout_correction.logp_of_steps, policy)
+  score_ref = stages.Stage(logp_of_steps, 'ref_logp', unbatched=(0, 1))
   update_obs_stats = embodied.update_obs_stats(
     env, normalize_obs and init_from is None
   )
@@ -159,8 +172,9 @@ def embodied_grpo(
     keys = stages.keys(key, seed_B)
     *_, x, timestep = act(actor.params, stats, env_state, obs, keys)
     x = x._replace(**estimate(timestep), truncated=None)
-    rollout_info = measure(timestep)
-    ref = score_ref(state.reference, x.obs, x.action) if kl_coef else ()
+    x, gap_info = rescore(actor.params, stats, x)
+    rollout_info = measure(timestep) | gap_info
+    ref = score_ref(*state.reference, x.obs, x.action) if kl_coef else ()
     actor, info = learn(actor, minibatch(key, seed_B, x, ref), stats)
     stats = update_obs_stats(stats, x.obs)
     return State(actor, stats, state.reference), rollout_info | info
@@ -202,13 +216,6 @@ def with_normalized_obs(loss: Callable) -> Callable:
     return loss(params, x._replace(obs=obs), ref_logp)
 
   return run
-
-
-def ref_logp(policy: base.Policy, reference, obs, action):
-  """Log-probabilities by the reference: parameters and obs statistics."""
-  params, stats = reference
-  obs = obs_stats.normalize(stats, obs)
-  return policy.evaluate(params, obs, action).logp
 
 
 def group_advantage(

@@ -13,7 +13,16 @@ from stages import base, metrics, ranges
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
-from stages.learn import advantages, loss_terms, losses, minibatches, train_step
+from stages.learn import (
+  advantages,
+  loss_terms,
+  losses,
+  minibatches,
+  objectives,
+  rollout_correction,
+  signatures,
+  train_step,
+)
 
 
 class State(NamedTuple):
@@ -56,6 +65,8 @@ def embodied_ppo(
   normalize_obs: bool = True,
   normalize_advantages: bool = True,
   bootstrap_on_success: bool = False,
+  importance_bound: signatures.ImportanceBound = losses.truncated,
+  importance_cap: ranges.AtLeastOne = 2.0,
   init_from: str | None = None,
   eval_env: env_lib.Env | None = None,
 ) -> base.Workflow:
@@ -92,6 +103,10 @@ def embodied_ppo(
     bootstrap_on_success: treats success like a time limit: the value of the
       final observation counts, so that an early success loses no reward. Other
       terminations, such as failures, still end the return.
+    importance_bound: `weight, importance_cap -> weight` of the loss of each
+      step. Steps have weights where acting rounds log-probabilities in another
+      way than learning, as in bfloat16; see `rollout_correction`.
+    importance_cap: bound of the weights.
     init_from: folder of an exported policy to start from; its observation
       statistics then stay fixed. None for random parameters.
     eval_env: environments for evaluation, which a simulator needs apart from
@@ -99,6 +114,7 @@ def embodied_ppo(
   """
   policy = policy(env)
   act = rollout.rollout(policy, env, num_steps)
+  rescore = rollout_correction.in_environments(policy)
   count_episodes = stages.Stage(episode_stats.update, 'episode_stats')
   estimate = stages.Stage(
     functools.partial(
@@ -114,6 +130,9 @@ def embodied_ppo(
   loss = objective(
     policy,
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
+    importance=loss_terms.Importance(
+      bound=importance_bound, cap=importance_cap
+    ),
     value=loss_terms.ValueLoss(value_coef, value_clip, value_huber),
     entropy_coef=entropy_coef,
   )
@@ -141,7 +160,8 @@ def embodied_ppo(
     )
     episodes, ended = count_episodes(state.episodes, timestep)
     x = x._replace(**estimate(params, stats, x, timestep))
-    rollout_info = measure(x, timestep._replace(final_obs=()), ended)
+    x, gap_info = rescore(params, stats, x)
+    rollout_info = measure(x, timestep._replace(final_obs=()), ended) | gap_info
     if normalize_advantages:
       x = x._replace(advantage=whiten(x.advantage, x.mask))
     x = flatten(x)
@@ -213,6 +233,7 @@ def objective(
   policy: base.Policy,
   *,
   clip: loss_terms.Clip = loss_terms.Clip(),
+  importance: loss_terms.Importance = loss_terms.Importance(),
   value: loss_terms.ValueLoss = loss_terms.ValueLoss(),
   entropy_coef: float = 0.0,
 ) -> Callable:
@@ -221,6 +242,7 @@ def objective(
   Args:
     policy: the policy, with a critic.
     clip: range of the ratio.
+    importance: weights of steps whose sampling rounds otherwise.
     value: the critic's loss.
     entropy_coef: weight of the entropy bonus.
   """
@@ -228,6 +250,8 @@ def objective(
     raise ValueError(
       'The critic has one loss: give value_clip or value_huber, not both.'
     )
+
+  clipped = objectives.surrogate(clip, importance)
 
   def critic_loss(predicted, x: base.Experience):
     if value.clip is not None:
@@ -239,20 +263,16 @@ def objective(
   def loss(params, stats, x: base.Experience):
     obs = obs_stats.normalize(stats, x.obs)
     now = policy.evaluate(params, obs, x.action)
-    policy_loss = losses.ppo_clip(now.logp, x.logp, x.advantage, *clip)
+    policy_loss, ratio_info = clipped(now.logp, x)
     value_loss = critic_loss(now.value, x)
     total = policy_loss + value.coef * value_loss - entropy_coef * now.entropy
-    ratio = losses.ratio(now.logp, x.logp)
-    clipped = losses.clip_fraction(now.logp, x.logp, x.advantage, *clip[:2])
-    kl = metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask)
-    info = {
+    old_logp = rollout_correction.old_logp(x)
+    kl = metrics.mean(losses.kl_k3(old_logp, now.logp), x.mask)
+    info = ratio_info | {
       'train/policy_loss': metrics.mean(policy_loss, x.mask),
       'train/value_loss': metrics.mean(value_loss, x.mask),
       'train/entropy': metrics.mean(now.entropy, x.mask),
-      'train/kl_behavior': kl,
-      'train/clip_fraction': metrics.mean(clipped, x.mask),
-      'train/ratio_mean': metrics.mean(ratio, x.mask),
-      'train/ratio_max': metrics.maximum(ratio, x.mask),
+      'train/kl_behavior': metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask),
     }
     return train_step.Loss((losses.token_mean(total, x.mask),), info, kl)
 

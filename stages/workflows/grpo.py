@@ -169,9 +169,7 @@ def grpo(
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef, kl_to_go)
   generate = rollouts(policy, group_size)
   _check_baseline(greedy_baseline, generate, advantage, turn_advantage)
-  with_proximal = policy_stages.proximal_logp(
-    policy, group_size, is_stale=bool(staleness or generate.allocate)
-  )
+  rescore = policy_stages.proximal_logp(policy, group_size, staleness, generate)
   repeat = policy_stages.repeat(group_size)
   above_greedy = advantage_stages.above_greedy(policy, verify, group_size)
   measure = rollout_metrics.measure(group_size, num_minibatches * num_epochs)
@@ -212,20 +210,18 @@ def grpo(
   version = lambda state: train_step.version(state.actor)
 
   def step(state: State, problem: base.Problem, key):
-    now = version(state)
-    behavior, past = train_step.delayed(state.past, now)
+    behavior, past = train_step.delayed(state.past, version(state))
     prompts = repeat(problem)
     finished, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
-    x = with_proximal(now, x)
+    x = rescore(version(state), x)
     verdict = verifiers.judge(verify, state.verifier, finished.answer, x)
     info = measure(x, verdict, state.actor.step) | carry_info
     if greedy_baseline:
       verdict = above_greedy(verdict, behavior, problem, key, state.verifier)
     actor, learned = update(state, key, prompts.prompt, x, verdict)
-    state = state._replace(actor=actor, past=past, carry=carry)
-    return state, info | learned
+    return state._replace(actor=actor, past=past, carry=carry), info | learned
 
   return policy_stages.workflow(
     init, step, version, evaluator(policy, verify), generate, staleness

@@ -30,6 +30,7 @@ from stages.learn import (
   losses,
   minibatches,
   objectives,
+  rollout_correction,
   signatures,
   train_step,
   turn_advantages,
@@ -160,9 +161,7 @@ def ppo(
   balance.check(policy, balance_coef)
   value_model.check_trunk(policy, critic)
   generate = rollouts(policy, group_size)
-  with_proximal = policy_stages.proximal_logp(
-    policy, group_size, is_stale=bool(staleness or generate.allocate)
-  )
+  rescore = policy_stages.proximal_logp(policy, group_size, staleness, generate)
   repeat = policy_stages.repeat(group_size)
   score_ref = policy_stages.ref_logp(policy, group_size, has_kl)
   gae = (discount, turn_discount), gae_lambda, critic_gae_lambda
@@ -206,16 +205,15 @@ def ppo(
     problem, x, carry, carry_info = generate.run(
       behavior, state.carry, prompts, stages.keys(key, prompts.prompt)
     )
-    x = with_proximal(now, x)
+    x = rescore(now, x)
     verdict = verifiers.judge(verify, state.verifier, problem.answer, x)
     ref_logp = score_ref(state.reference, now, x)
     x = estimate(learner.critic_params(state), x, verdict, ref_logp)
-    rollout_info = measure(x, verdict, state.actor.step)
+    info = measure(x, verdict, state.actor.step) | carry_info
     batches = minibatch(key, prompts.prompt, x, ref_logp)
-    rollout_info |= padding(batches)
-    trained, info = learner.update(state, batches)
-    state = state._replace(**trained, past=past, carry=carry)
-    return state, rollout_info | carry_info | info
+    info |= padding(batches)
+    trained, learned = learner.update(state, batches)
+    return state._replace(**trained, past=past, carry=carry), info | learned
 
   return policy_stages.workflow(
     init, step, version, evaluator(policy, verify), generate, staleness
@@ -265,8 +263,7 @@ def estimator(
     # Others do not read it.
     masks = () if critic.packed_tokens is None else (x.mask,)
     value_BT = score(params, x.obs, x.action, *masks)
-    logp_BT = x.logp if x.proximal is None else x.proximal
-    logps = logp_BT, ref_logp_BT
+    logps = rollout_correction.old_logp(x), ref_logp_BT
     fields = compute(verdict.reward, *logps, value_BT, x.mask, verdict.turns)
     x = x._replace(**fields)
     if normalize:

@@ -25,6 +25,7 @@ from stages.learn import (
   losses,
   minibatches,
   objectives,
+  rollout_correction,
   signatures,
   train_step,
 )
@@ -138,7 +139,7 @@ def role_grpo(
   learn_role = functools.partial(
     _learn,
     group_size=group_size,
-    is_stale=staleness > 0,
+    staleness=staleness,
     objective=functools.partial(
       objectives.policy,
       clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
@@ -275,7 +276,7 @@ def _learn(
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
-  is_stale: bool,
+  staleness: int,
   **settings,
 ) -> Callable:
   """Returns what one role learns in a step.
@@ -285,7 +286,7 @@ def _learn(
     policy: its policy.
     optimizer: the optimizer of the policy.
     group_size: adjacent rows that share a prompt.
-    is_stale: whether an older version of the policy acts.
+    staleness: as in `base.Workflow`.
     **settings: as in `policy_update.update`.
 
   Returns:
@@ -294,13 +295,13 @@ def _learn(
   """
   prefix = f'{name}_'
   measure_gap = stages.Stage(
-    rollout_metrics.logprob_gap,
+    rollout_correction.logprob_gap,
     f'{prefix}logprob_gap',
     'sum',
     group_size=group_size,
   )
-  with_proximal = policy_stages.proximal_logp(
-    policy, group_size, is_stale=is_stale, prefix=prefix
+  rescore = policy_stages.proximal_logp(
+    policy, group_size, staleness, prefix=prefix
   )
   update = policy_update.update(
     policy, optimizer, group_size=group_size, prefix=prefix, **settings
@@ -308,7 +309,7 @@ def _learn(
 
   def learn(key, learner, past, given):
     x, verdict = given
-    x = with_proximal(train_step.version(learner.actor), x)
+    x = rescore(train_step.version(learner.actor), x)
     actor, info = update(learner, key, x.obs, x, verdict)
     if x.proximal is not None:
       info |= measure_gap(x)
