@@ -180,7 +180,7 @@ def _texts(
 def _ids(tokenizer, text, limit: int, answer: stepping.Answer) -> list[int]:
   """Tokens of an environment's answer; none if it has more than `limit`."""
   said = text(answer.before, answer.step.messages)
-  row = tokenizer(said, add_special_tokens=False)['input_ids']
+  row = tokens.continue_with(tokenizer, said)
   return row if len(row) <= limit else []
 
 

@@ -175,7 +175,9 @@ class _Encoder:
     env = self._make()
     R = max(1, len(agents_base.roles(env)))
     texts = [text for x in problems for text in self._prompts(env, x)]
-    prompt = tokens.encode_prompts(self._tokenizer, texts, self._prompt_length)
+    prompt = tokens.encode_prompts(
+      self._tokenizer, texts, self._prompt_length, templated=self._chat
+    )
     return base.Problem(prompt, np.repeat(self._packed(problems), R, axis=0))
 
   def _prompts(self, env: agents_base.TextEnv, problem: Any) -> list[str]:
@@ -232,7 +234,7 @@ class _Encoder:
     ]
 
   def _ids(self, text: str) -> list[int]:
-    return self._tokenizer(text, add_special_tokens=False)['input_ids']
+    return tokens.continue_with(self._tokenizer, text)
 
   def source(self, make_batch, draw: Draw, rows: int, size: int) -> base.Source:
     """A source of `make_batch(rng)`, with held-out problems."""

@@ -1,6 +1,7 @@
 """Texts of prompts: a template of the question, in the model's chat format."""
 
 from collections.abc import Sequence
+import functools
 
 from rlinf_jax.data import chat_template, files, pictures
 
@@ -54,11 +55,10 @@ def check_template(template: str):
 def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:
   """The text of one row."""
   if chat:
+    messages = _messages(row, system_prompt, template)
+    refuse_control_tokens(tokenizer, messages, row.where)
     return chat_template.render(
-      tokenizer,
-      _messages(row, system_prompt, template),
-      row.where,
-      add_generation_prompt=True,
+      tokenizer, messages, row.where, add_generation_prompt=True
     )
   if row.images:
     raise ValueError(
@@ -71,6 +71,37 @@ def _text(tokenizer, row: files.Row, chat, system_prompt, template) -> str:
       'True, or give questions as text.'
     )
   return template.replace('{prompt}', row.prompt)
+
+
+def refuse_control_tokens(
+  tokenizer, messages: Sequence[files.Message], where: str
+):
+  """Refuses messages in which the model would read its own control tokens.
+
+  Only the chat template may end a turn or begin another.
+
+  Raises:
+    ValueError: for a message that contains the text of such a token.
+  """
+  control = _control_tokens(tokenizer)
+  for message in messages:
+    content = message.get('content')
+    parts = [content] if isinstance(content, str) else content or ()
+    for part in parts:
+      text = part if isinstance(part, str) else part.get('text') or ''
+      found = sorted(x for x in control if x in text)
+      if found:
+        raise ValueError(
+          f'{where} contains {found[0]!r}, a control token of '
+          f'{tokenizer.name_or_path}: remove it, or bind CHAT = False for '
+          'texts that are in the chat format already.'
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _control_tokens(tokenizer) -> frozenset[str]:
+  added = tokenizer.added_tokens_decoder.values()
+  return frozenset(x.content for x in added if x.special)
 
 
 def answered_text(

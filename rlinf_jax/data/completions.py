@@ -6,6 +6,7 @@
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -280,6 +281,8 @@ def encode(
   shape = {'system_prompt': system_prompt, 'template': template}
   texts = chat_lib.texts(tokenizer, rows, chat=chat, **shape)
   kept, dropped = Encoded([], [], reader), 0
+  whole = lambda x: tokenizer(x, add_special_tokens=False)['input_ids']
+  behind = functools.partial(tokens.continue_with, tokenizer)
   for row, text in zip(rows, texts, strict=True):
     completions = row.completions
     if chat:
@@ -287,12 +290,12 @@ def encode(
         _reply(tokenizer, row, text, completion, shape)
         for completion in completions
       ]
-    prompt = reader.encode(
-      _encoded(tokenizer, text, row.where), row.images, row.where
-    )
+    start = () if chat else tokens.first_tokens(tokenizer)
+    token = [*start, *_checked(tokenizer, text, whole(text), row.where)]
+    prompt = reader.encode(token, row.images, row.where)
     replies = [
-      _ended(_encoded(tokenizer, completion, row.where), stop)
-      for completion in completions
+      _ended(_checked(tokenizer, x, behind(x), row.where), stop, row.where)
+      for x in completions
     ]
     sizes = len(prompt.token), max(map(len, replies))
     if sizes[0] <= prompt_length and sizes[1] <= response_length:
@@ -331,9 +334,8 @@ def _reply(tokenizer, row: Row, text: str, completion: str, shape) -> str:
   return whole[len(text) :].rstrip()
 
 
-def _encoded(tokenizer, text: str, where: str) -> list[int]:
-  """The tokens of a text, all of whose characters are known."""
-  row = tokenizer(text, add_special_tokens=False)['input_ids']
+def _checked(tokenizer, text: str, row: list[int], where: str) -> list[int]:
+  """The tokens `row` of a text, all of whose characters are known."""
   lost = tokens.lost_characters(tokenizer, text, row)
   if lost or not row:
     raise ValueError(
@@ -343,6 +345,11 @@ def _encoded(tokenizer, text: str, where: str) -> list[int]:
   return row
 
 
-def _ended(row: list[int], stop: Sequence[int]) -> list[int]:
+def _ended(row: list[int], stop: Sequence[int], where: str) -> list[int]:
   """The tokens of a completion, and an end token if it lacks one."""
+  if any(token in stop for token in row[:-1]):
+    raise ValueError(
+      f'{where} has a completion that goes on behind an end token, where none '
+      'that a policy samples would: remove what follows it.'
+    )
   return row if row[-1] in stop else [*row, stop[0]]

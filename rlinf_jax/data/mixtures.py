@@ -123,6 +123,9 @@ def batches_by_length(
   The order of the others is random. A plan is made for the first batch of a
   run, so the first batch must be the one that needs the most memory.
 
+  Where rows begin another epoch, copies of a row are as long as each other, and
+  would meet. They are sorted apart, so that only one batch may hold two.
+
   Args:
     rng: generator of the order.
     rows: indices of rows; their number is a multiple of `size`.
@@ -130,6 +133,18 @@ def batches_by_length(
     size: rows a batch.
   """
   # Stable, so that equal lengths keep the order of the mixture.
-  by_length = rows[np.argsort(length[rows], kind='stable')]
-  *others, longest = by_length.reshape(-1, size)
-  return np.stack([longest, *rng.permutation(others)])
+  batches = rows[np.lexsort((length[rows], _copies(rows)))].reshape(-1, size)
+  first = length[batches].max(1).argmax()
+  others = np.delete(batches, first, axis=0)
+  return np.concatenate([batches[first : first + 1], rng.permutation(others)])
+
+
+def _copies(rows: np.ndarray) -> np.ndarray:
+  """How often each row came before, among the rows."""
+  order = np.argsort(rows, kind='stable')
+  _, start, counts = np.unique(
+    rows[order], return_index=True, return_counts=True
+  )
+  copies = np.empty(len(rows), int)
+  copies[order] = np.arange(len(rows)) - np.repeat(start, counts)
+  return copies

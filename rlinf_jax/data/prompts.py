@@ -69,6 +69,7 @@ def encode(
   limit: int,
   drop_long: bool,
   name: str,
+  chat: bool = True,
 ) -> tuple[list[files.Row], list[picture_files.Encoded]]:
   """Encodes the texts of questions, and leaves out those that are too long.
 
@@ -83,6 +84,8 @@ def encode(
     drop_long: whether longer ones are left out, with their number printed, or
       refused.
     name: of the file, for messages.
+    chat: whether a chat template wrote the texts, and with them what the
+      tokenizer puts before other texts.
 
   Returns:
     The rows that are left, and their tokens and pictures.
@@ -93,6 +96,7 @@ def encode(
       is left, or for pictures that the model cannot read.
   """
   kept, encoded, longest = [], [], 0
+  start = () if chat else tokens.first_tokens(tokenizer)
   ids = tokenizer(list(texts), add_special_tokens=False)['input_ids']
   for row, text, token in zip(rows, texts, ids, strict=True):
     lost = tokens.lost_characters(tokenizer, text, token)
@@ -103,7 +107,7 @@ def encode(
       )
     if not token:
       raise ValueError(f'{row.where} has no tokens: leave the row out.')
-    own = reader.encode(token, row.images, row.where)
+    own = reader.encode([*start, *token], row.images, row.where)
     longest = max(longest, len(own.token))
     if len(own.token) <= limit:
       kept.append(row)

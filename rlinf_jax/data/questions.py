@@ -100,6 +100,7 @@ def questions(
       limit=prompt_length,
       drop_long=drop_long,
       name=pathlib.Path(path).name,
+      chat=chat,
     )
 
   parts = [
@@ -142,8 +143,17 @@ def _next(
   prompts, mixture: mixtures.Mixture, batch_size: int, lengths: Sequence[int]
 ):
   """Returns the function from a state to the next one and its batch."""
-  # Alike only within a window, so that no length waits for long.
-  window = WINDOW if len(lengths) > 1 else 1
+  # Alike only within a window, so that no length waits for long, and a question
+  # seldom meets itself.
+  window = 1
+  if len(lengths) > 1:
+    total = sum(mixture.weights)
+    epochs = [  # Batches in an epoch of each file.
+      n * total / (weight * batch_size)
+      for n, weight in zip(mixture.sizes, mixture.weights, strict=True)
+      if weight
+    ]
+    window = max(1, min(WINDOW, int(min(epochs))))
 
   @functools.lru_cache(maxsize=4)
   def in_window(seed: int, number: int, position: tuple[int, ...]):

@@ -16,6 +16,7 @@ import threading
 from typing import Any, NamedTuple
 
 from rlinf_jax.agents import formats
+from stages.language import tokens
 
 MAX_SESSIONS = 10_000  # Of those that clients create; the oldest are dropped.
 MAX_CALLS = 1000  # Of one session.
@@ -247,7 +248,7 @@ def _said(tokenizer, before: Trajectory, messages) -> list[int] | None:
     return None
   ended = before.ids[-1:] == (tokenizer.eos_token_id,)
   end = [] if ended else [tokenizer.eos_token_id]
-  return end + tokenizer(text, add_special_tokens=False)['input_ids']
+  return end + tokens.continue_with(tokenizer, text)
 
 
 def _digests(messages: Sequence[Mapping], tools: Sequence[dict]) -> list[bytes]:

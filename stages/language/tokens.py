@@ -136,14 +136,66 @@ def train_tokenizer(
   return tokenizer
 
 
-def encode_prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
+@functools.lru_cache(maxsize=16)
+def first_tokens(tokenizer) -> tuple[int, ...]:
+  """The tokens that a tokenizer puts before a text, such as that of its start.
+
+  Chat templates write these themselves. Base models read them before a text;
+  those of Llama and of Gemma know no text without.
+  """
+  whole = tokenizer('a')['input_ids']
+  row = tokenizer('a', add_special_tokens=False)['input_ids']
+  for i in range(len(whole) - len(row) + 1):
+    if whole[i : i + len(row)] == row:
+      return tuple(whole[:i])
+  return ()
+
+
+# Texts that few merges of a vocabulary join with what follows.
+ANCHORS = '\n', '=', 'a'
+
+
+def continue_with(tokenizer, text: str) -> list[int]:
+  """Tokens of a text that stands behind another one.
+
+  Tokenizers like Llama 2's begin each text that they encode with a space, which
+  has no place within a text.
+  """
+  encode = functools.partial(tokenizer, add_special_tokens=False)
+  if _begins_with_space(tokenizer):
+    for anchor in ANCHORS:
+      before = encode(anchor)['input_ids']
+      row = encode(anchor + text)['input_ids']
+      if row[: len(before)] == before:
+        return row[len(before) :]
+  return encode(text)['input_ids']
+
+
+@functools.lru_cache(maxsize=16)
+def _begins_with_space(tokenizer) -> bool:
+  row = tokenizer('a', add_special_tokens=False)['input_ids']
+  return tokenizer.decode([*row, *row]) != 'aa'
+
+
+def encode_prompts(
+  tokenizer, texts: Sequence[str], length: int, *, templated: bool = True
+) -> base.Prompt:
   """Encodes prompts, padded on the left to `length` tokens.
+
+  Args:
+    tokenizer: of the model.
+    texts: prompts.
+    length: the most tokens of a prompt.
+    templated: whether a chat template wrote them, and with them what the
+      tokenizer puts before other texts, see `first_tokens`.
 
   Raises:
     ValueError: for a text without tokens, with more than `length`, or with
       characters that the tokenizer does not know.
   """
   rows = tokenizer(list(texts), add_special_tokens=False)['input_ids']
+  start = [] if templated else [*first_tokens(tokenizer)]
+  rows = [[*start, *row] for row in rows]
   for text, row in zip(texts, rows, strict=True):
     lost = lost_characters(tokenizer, text, row)
     if lost:
@@ -151,7 +203,7 @@ def encode_prompts(tokenizer, texts: Sequence[str], length: int) -> base.Prompt:
         f'The prompt {text!r} has {sorted(lost)}, which this tokenizer cannot '
         'encode: remove these characters, or use another checkpoint.'
       )
-    if not 0 < len(row) <= length:
+    if not len(start) < len(row) <= length:
       raise ValueError(
         f'The prompt {text!r} has {len(row)} tokens and the limit is {length}: '
         'raise prompt_length, or leave out such prompts.'

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import llama_tokenizer
 from rlinf_jax.data import files, mixtures, questions, text_arrays
 from stages.language import tokens
 
@@ -60,6 +61,41 @@ def take(source, n, state=None):
     state, batch = source.next(state, {})
     batches.append(batch)
   return state, batches
+
+
+def test_a_base_model_reads_the_start_of_a_text(tmp_path):
+  tokenizer = llama_tokenizer.save(tmp_path / 'llama')
+  path = write(tmp_path / 'rows.jsonl', [{'prompt': '2+2=', 'answer': '4'}])
+  made = source(
+    tmp_path,
+    'llama',
+    train=path,
+    held_out=path,
+    batch_size=1,
+    chat=False,
+  )
+  _, (batch,) = take(made, 1)
+  got = batch.prompt.token[batch.prompt.mask > 0].tolist()
+  assert got == tokenizer('2+2=')['input_ids']
+
+
+@pytest.mark.parametrize('chat', [True, False])
+def test_only_a_chat_template_writes_control_tokens(chat, folder, tmp_path):
+  text = f'2+2={tokens.END}assistant:4'
+  messages = [{'role': 'user', 'content': text}]
+  rows = [{'prompt': text, 'answer': 4}, {'messages': messages, 'answer': 4}]
+  for name, asked_row in zip('ab', rows[: 2 if chat else 1], strict=False):
+    path = write(tmp_path / f'{name}.jsonl', [asked_row])
+    make = lambda path=path: source(
+      folder, train=path, held_out=path, batch_size=1, chat=chat
+    )
+    if chat:
+      with pytest.raises(
+        ValueError, match='a control token of .* CHAT = False'
+      ):
+        make()
+    else:  # It may be in the chat format already.
+      assert len(take(make(), 1)[1]) == 1
 
 
 def test_formats_give_the_same_rows(tmp_path):
@@ -180,6 +216,27 @@ def test_a_row_without_a_difficulty_is_refused(folder, tmp_path):
   train = write(tmp_path / 'a.jsonl', [row(1) | {'level': 'hard'}])
   with pytest.raises(ValueError, match="line 1 has 'hard' as its difficulty"):
     source(folder, train=train, difficulty_column='level')
+
+
+@pytest.mark.parametrize('rows', [8, 20, 200])
+def test_few_questions_do_not_meet_themselves_in_buckets(
+  rows, folder, tmp_path
+):
+  texts = [
+    {'question': f'{i:03}' + '+1' * (i % 7), 'answer': i} for i in range(rows)
+  ]
+  train = write(tmp_path / 'rows.jsonl', texts)
+
+  def distinct(buckets):
+    made = source(
+      folder, train=train, chat=False, buckets=buckets, batch_size=8
+    )
+    _, batches = take(made, 3 * rows // 8)
+    return np.array([len({*asked(batch)}) for batch in batches])
+
+  with_buckets, without = distinct((8,)), distinct(())
+  assert with_buckets.mean() >= without.mean() - 0.1
+  assert with_buckets.min() >= min(without.min(), 6)
 
 
 def test_buckets_pad_to_few_lengths_and_lose_no_row(folder, tmp_path):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+import llama_tokenizer
 import own_data
 from rlinf_jax.data import completions, supervised
 from stages import base
@@ -73,6 +74,28 @@ def test_without_a_chat_a_reply_follows_the_prompt(model, tmp_path):
     supervised.examples, model, path, chat=False, template='Q: {prompt} A:'
   )
   assert texts(model, batch) == [('Q: 1+1=? A:', f'2{tokens.END}')] * 2
+
+
+def test_a_base_model_learns_the_text_as_it_is(tmp_path):
+  """Llama's tokenizer begins a text by a token, and by a space."""
+  tokenizer = llama_tokenizer.save(tmp_path)
+  path = write(tmp_path, {'prompt': '2+2=', 'completion': '4'})
+  batch = first(supervised.examples, str(tmp_path), path, chat=False)
+  (prompt, completion), _ = texts(str(tmp_path), batch)
+  assert prompt + completion == '2+2=4</s>'
+  row = [
+    *batch.prompt.token[0][batch.prompt.mask[0] > 0],
+    *batch.action[0][batch.mask[0] > 0],
+  ]
+  assert row == [*tokenizer('2+2=4')['input_ids'], tokenizer.eos_token_id]
+
+
+def test_a_completion_does_not_go_on_behind_an_end(model, tmp_path):
+  text = f'2{tokens.END}user:3'
+  path = write(tmp_path, {'prompt': '1+1=?', 'completion': text})
+  for chat in True, False:
+    with pytest.raises(ValueError, match=r'rows.jsonl.*goes on behind an end'):
+      first(supervised.examples, model, path, chat=chat)
 
 
 PAIRS = [
@@ -187,8 +210,8 @@ def test_a_template_that_rewrites_questions_is_refused(model, tmp_path):
 
 
 def test_completions_have_an_end_once():
-  assert completions._ended([5, 6], (9, 8)) == [5, 6, 9]
-  assert completions._ended([5, 8], (9, 8)) == [5, 8]
+  assert completions._ended([5, 6], (9, 8), 'a row') == [5, 6, 9]
+  assert completions._ended([5, 8], (9, 8), 'a row') == [5, 8]
 
 
 def test_sampling_stops_at_the_end_that_examples_teach(tmp_path):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+import llama_tokenizer
 from stages.language import tokens
 from stages.tasks import arithmetic
 
@@ -10,6 +11,11 @@ def tokenizer(tmp_path_factory):
   folder = tmp_path_factory.mktemp('tokenizer')
   texts = [*arithmetic.corpus(200), *['the cat and the hat'] * 9]
   return tokens.train_tokenizer(folder, texts, 80)
+
+
+@pytest.fixture(scope='module')
+def llama(tmp_path_factory):
+  return llama_tokenizer.save(tmp_path_factory.mktemp('llama'))
 
 
 def pieces(tokenizer, string):
@@ -101,3 +107,53 @@ def test_no_tokenizer_is_a_sentence(tmp_path):
     tokens.load_tokenizer('some/model')
   with pytest.raises(ValueError, match='has no tokenizer.json: copy it'):
     tokens.load_tokenizer(str(tmp_path))
+
+
+TEXTS = (
+  '4',
+  ' 4',
+  'the answer is 5',
+  ' the answer',
+  '\nand 3',
+  '.',
+  '  two',
+  '=a',
+)
+
+
+@pytest.mark.parametrize('text', TEXTS)
+def test_a_text_behind_another_gains_no_space(text, llama):
+  before = llama('the cat', add_special_tokens=False)['input_ids']
+  row = [*before, *tokens.continue_with(llama, text)]
+  assert llama.decode(row) == f'the cat{text}'
+
+
+def test_a_text_is_the_same_behind_another_where_none_gains_a_space(tokenizer):
+  for text in 'the hat', ' cat', '12+3=':
+    want = tokenizer(text, add_special_tokens=False)['input_ids']
+    assert tokens.continue_with(tokenizer, text) == want
+
+
+def test_a_continuation_is_what_the_whole_text_has_behind_the_prompt(llama):
+  encode = lambda text: llama(text, add_special_tokens=False)['input_ids']
+  for prompt, text in ('2+2=', '4'), ('what is the sum?', ' 5.'):
+    whole = encode(prompt + text)
+    assert [*encode(prompt), *tokens.continue_with(llama, text)] == whole
+  assert [*encode('2+2='), *encode('4')] != encode('2+2=4')
+
+
+def test_a_prompt_without_a_template_begins_as_transformers_begins_texts(llama):
+  texts = ['what is 2 and 3?', '2+2=']
+  want = llama(texts)['input_ids']
+  got = tokens.encode_prompts(llama, texts, 20, templated=False)
+  for row, keep, ids in zip(*got, want, strict=True):
+    assert row[keep > 0].tolist() == ids
+  assert tokens.first_tokens(llama) == (llama.bos_token_id,)
+  plain = tokens.encode_prompts(llama, texts, 20)
+  assert (plain.mask.sum(1) == got.mask.sum(1) - 1).all()
+  with pytest.raises(ValueError, match='has 1 tokens'):
+    tokens.encode_prompts(llama, [''], 20, templated=False)
+
+
+def test_a_tokenizer_without_a_start_adds_none(tokenizer):
+  assert tokens.first_tokens(tokenizer) == ()
