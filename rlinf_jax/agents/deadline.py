@@ -6,6 +6,10 @@ import threading
 import time
 from typing import Any
 
+from rlinf_jax.system import threads
+
+MOST_LATE = 256  # Threads of late calls that could not be ended yet.
+
 
 class LateError(Exception):
   """A call took longer than its limit."""
@@ -14,8 +18,10 @@ class LateError(Exception):
 class Pool:
   """Threads that call functions, one call each at a time.
 
-  A thread cannot be ended from outside. One whose call is late is abandoned,
-  and another takes its place; it ends when its call does, or with the process.
+  A thread whose call is late is ended by an exception, and another takes its
+  place. What waits outside Python, such as for a network without a limit of
+  time, ends only when that does, or with the process. Of such threads there are
+  a limited number.
   """
 
   def __init__(self, num_threads: int, seconds: float):
@@ -29,6 +35,7 @@ class Pool:
     self._calls: queue.SimpleQueue[Call] = queue.SimpleQueue()
     # Notified whenever a call is done.
     self._lock, self._started = threading.Condition(), False
+    self._late: list[threading.Thread] = []
 
   def map(self, function: Callable, items: Sequence[Any]) -> list[Any]:
     """Calls the function with each item.
@@ -56,6 +63,9 @@ class Pool:
     """Waits until at least `count` of the calls are over.
 
     Calls that are late are then over, and their result is a `LateError`.
+
+    Raises:
+      RuntimeError: if more than `MOST_LATE` late calls have not ended.
     """
     with self._lock:
       while True:
@@ -71,21 +81,42 @@ class Pool:
       left = call.start + self._seconds - time.monotonic()
     if left <= 0:
       call.end(LateError(f'it took more than {self._seconds:g} s'))
+      self._abandon(call)
       self._start()
     return max(left, 0.0)
+
+  def _abandon(self, call: 'Call'):
+    """Ends the thread of a late call as soon as it can be."""
+    # It reads `is_over`, which is set, after it has set `has_returned`: so no
+    # exception is raised in a thread that goes on to take the lock.
+    if not call.has_returned:
+      threads.end(call.thread)
+    self._late = [x for x in self._late if x.is_alive()] + [call.thread]
+    if len(self._late) > MOST_LATE:
+      raise RuntimeError(
+        f'{len(self._late)} calls of environments or agents took more than '
+        f'{self._seconds:g} s each, and still run in threads that wait outside '
+        'Python: give what they wait for a limit of time of its own, such as '
+        'the timeout of a connection, or let them run in a process that ends.'
+      )
 
   def _start(self):
     threading.Thread(target=self._serve, name='text_env', daemon=True).start()
 
   def _serve(self):
-    while True:
-      call = self._calls.get()
-      result = call.run()
-      with self._lock:
+    try:
+      while True:
+        call = self._calls.get()
+        result = call.run()
         if call.is_over:  # Another thread has taken the place of this one.
           return
-        call.end(result)
-        self._lock.notify_all()
+        with self._lock:
+          if call.is_over:
+            return
+          call.end(result)
+          self._lock.notify_all()
+    except SystemExit:  # By `threads.end`.
+      return
 
 
 class Call:
@@ -93,6 +124,8 @@ class Call:
 
   Attributes:
     start: when it started, by `time.monotonic`; None before.
+    thread: that makes it; None before.
+    has_returned: whether the function has.
     is_over: whether it has a result.
     seconds: that it took, once it is over.
     result: what the function returned, or the exception that it raised.
@@ -100,16 +133,24 @@ class Call:
 
   def __init__(self, function: Callable, item: Any):
     self._function, self._item = function, item
-    self.start, self.is_over, self.result = None, False, None
+    self.start, self.thread, self.has_returned = None, None, False
+    self.is_over, self.result = False, None
     self.seconds = 0.0
 
   def run(self) -> Any:
     """The result of the function, or its exception."""
+    self.thread = threading.current_thread()
     self.start = time.monotonic()
     try:
-      return self._function(self._item)
+      result = self._function(self._item)
     except Exception as error:  # noqa: BLE001 (Foreign code: any error counts.)
-      return error
+      result = error
+    except SystemExit:
+      if self.is_over:  # By `threads.end`.
+        raise
+      result = RuntimeError('it called sys.exit')
+    self.has_returned = True
+    return result
 
   def end(self, result: Any):
     self.seconds = time.monotonic() - self.start

@@ -7,11 +7,12 @@ has a limit of time and limits of size, and every error is a sentence.
 """
 
 from collections.abc import Mapping, Sequence
-import ctypes
 import functools
 import queue
 import threading
 from typing import Any
+
+from rlinf_jax.system import threads
 
 SECONDS = 5.0  # That a template may take.
 LONGEST = 1 << 24  # Characters that it may write, or entries that it may make.
@@ -43,7 +44,7 @@ def render(
       )
     except Exception as error:  # noqa: BLE001 (Foreign code: any may come.)
       done.put(error)
-    except SystemExit:  # By `_end`.
+    except SystemExit:  # By `threads.end`.
       pass
 
   thread = threading.Thread(target=run, name='chat_template', daemon=True)
@@ -52,7 +53,8 @@ def render(
     text = done.get(timeout=SECONDS)
   except queue.Empty:
     text = TimeoutError(f'it takes more than {SECONDS:g} s')
-    _end(thread)
+    # A template that loops would take a core as long as the process lives.
+    threads.end(thread)
   if isinstance(text, str):
     text = _fault(text) or text
   if isinstance(text, Exception):
@@ -94,18 +96,6 @@ def _check_size(operator: str, left: Any, right: Any):
     )
     if repeats and len(x) * times > LONGEST:
       raise ValueError(f'* makes a text or a list of over {LONGEST:,} entries')
-
-
-def _end(thread: threading.Thread):
-  """Ends a thread by a SystemExit that is raised in it.
-
-  A template that loops would otherwise take a core for as long as the process
-  lives. What is computed outside Python, such as a long text that is padded,
-  ends first.
-  """
-  ctypes.pythonapi.PyThreadState_SetAsyncExc(
-    ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
-  )
 
 
 def _fault(text: str) -> ValueError | None:

@@ -119,7 +119,7 @@ def maj_at_k(correct_G, vote_G, k: int, kept_G=None):
   """
   runs = correct_G.shape[0] // k
   kept_G = jnp.ones_like(correct_G) if kept_G is None else kept_G
-  order_G = jnp.argsort(kept_G <= 0, stable=True)  # Those that count first.
+  order_G = jnp.argsort(kept_G <= 0, stable=True)  # Counted samples first.
   correct_G, vote_G = correct_G[order_G], vote_G[order_G]
   is_full_R = (1 + jnp.arange(runs)) * k <= kept_G.sum()
 

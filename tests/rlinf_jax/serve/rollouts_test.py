@@ -137,6 +137,7 @@ def test_an_agent_that_raises_or_is_late_loses_its_own_row(
   folder, policy, actor
 ):
   problems = [{'say': x} for x in ('hello', 'fine', 'late', 'idle')]
+  play(folder, policy, actor, fails, problems[1:2])  # Compiles.
   start = time.perf_counter()
   problem, x = play(folder, policy, actor, fails, problems, timeout=1.5)
   assert time.perf_counter() - start < 10

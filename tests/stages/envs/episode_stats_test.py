@@ -88,7 +88,7 @@ def test_an_episode_in_chunks_has_the_statistics_of_its_steps(chunk):
   # count, return, length, success once, success at the end
   assert [float(x[0]) for x in ended] == [1, 31, 5, 1, 0]
   assert [float(x[0]) for x in first] == [1, 31, 5, 1, 0]
-  # What is learned from is discounted within the chunk.
+  # The reward to learn from is discounted within the chunk.
   assert float(whole.reward[0, 0]) == sum(
     2.0**k * 0.5**k for k in range(min(chunk, 5))
   )
