@@ -89,7 +89,8 @@ def _two_learners(
       params, x.obs, x.action, group_size=group, mask=x.mask
     )
     loss_BT, info = value_loss(value_BT, x)
-    return (aggregate(loss_BT, x.mask),), info
+    mean = aggregate(loss_BT, x.mask)
+    return train_step.Loss((mean,), info, count=x.mask.sum())
 
   groups = {'group_size': group_size, 'divisible_groups': True}
   learn_actor = train_step.learner(policy_objective(), optimizer, **groups)

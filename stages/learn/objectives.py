@@ -91,7 +91,8 @@ def policy(
       value_loss_BT, value_info = critic_loss(now.value, x)
       loss_BT += value_loss_BT
       info |= value_info
-    return train_step.Loss((aggregate(loss_BT, x.mask),), info)
+    mean = aggregate(loss_BT, x.mask)
+    return train_step.Loss((mean,), info, count=x.mask.sum())
 
   return loss
 

@@ -31,11 +31,14 @@ class Loss(NamedTuple):
       is minimized.
     info: metrics.
     kl: mean KL(π_old‖π), by which `learner` stops early; None without it.
+    count: actions that the loss counts, Σ m; None where it is the sum of the
+      denominators.
   """
 
   means: tuple[metrics.Mean, ...]
   info: base.Info
   kl: metrics.Mean | None = None
+  count: jax.Array | None = None
 
 
 class Gradient(NamedTuple):
@@ -47,12 +50,14 @@ class Gradient(NamedTuple):
     denominators: this piece's share of each.
     info: metrics.
     kl: as in `Loss`.
+    count: this piece's share, likewise.
   """
 
   numerators: tuple[base.Params, ...]
   denominators: tuple[jax.Array, ...]
   info: base.Info
   kl: metrics.Mean | None = None
+  count: jax.Array | None = None
 
 
 def init(params, optimizer: optax.GradientTransformation) -> base.TrainState:
@@ -182,16 +187,17 @@ def gradient(loss: Callable) -> Callable:
         tuple(mean.count for mean in result.means),
         result.info,
         result.kl,
+        result.count,
       )
 
-    sums, pullback, (counts, info, kl) = jax.vjp(
+    sums, pullback, (denominators, *rest) = jax.vjp(
       numerators, trainable(params), has_aux=True
     )
     grads = tuple(
       pullback(tuple(jnp.full_like(s, i == j) for j, s in enumerate(sums)))[0]
       for i in range(len(sums))
     )
-    return Gradient(grads, counts, info, kl)
+    return Gradient(grads, denominators, *rest)
 
   return gradient
 
@@ -200,7 +206,9 @@ def apply(optimizer: optax.GradientTransformation) -> Callable:
   """Returns `state, Gradient -> state, info`, one update of `optimizer`.
 
   A gradient that is not finite changes neither parameters nor moments and
-  counts as `train/skipped`, so that one bad batch does not end a long run.
+  counts as `train/skipped`, so that one bad batch does not end a long run. Nor
+  does that of a minibatch without a single action that counts, where moments
+  and weight decay alone would move the parameters; it is not counted.
   """
 
   def apply(state: base.TrainState, gradient: Gradient):
@@ -213,19 +221,22 @@ def apply(optimizer: optax.GradientTransformation) -> Callable:
     )
     norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm)
+    count = gradient.count
+    is_empty = (sum(gradient.denominators) if count is None else count) == 0
+    is_made = finite & ~is_empty
     updates, opt_state = optimizer.update(
       grads, state.opt_state, _at_least_float32(state.params)
     )
     params = optax.apply_updates(state.params, updates)
     params, opt_state = jax.tree.map(
-      lambda new, old: jnp.where(finite, new, old),
+      lambda new, old: jnp.where(is_made, new, old),
       (params, opt_state),
       (state.params, state.opt_state),
     )
     one = jnp.ones(())
     info = gradient.info | {
       'train/grad_norm': metrics.Mean(
-        jnp.where(finite, norm, 0.0), finite.astype(norm.dtype)
+        jnp.where(is_made, norm, 0.0), is_made.astype(norm.dtype)
       ),
       'train/skipped': metrics.Mean(1.0 - finite, one),
     }

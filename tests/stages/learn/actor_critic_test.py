@@ -131,7 +131,7 @@ def test_loss_and_gradient_are_those_of_torch(in_float64, case):
   gradient = jax.jit(train_step.gradient(loss))(params, scale, x)
   (numerator,), (denominator,) = gradient.numerators, gradient.denominators
   want, grads = torch_ppo(params, scale, x, **case)
-  (mean,), info, kl = jax.jit(loss)(params, scale, x)
+  (mean,), info, kl, _ = jax.jit(loss)(params, scale, x)
   assert kl == info['train/kl_behavior']
   np.testing.assert_allclose(mean.sum / mean.count, want, rtol=1e-10)
   jax.tree.map(
@@ -156,7 +156,7 @@ def test_the_critics_huber_loss_is_worked_by_hand():
   )
   loss = objective(policy, value=loss_terms.ValueLoss(2.0, huber=1.0))
   # Errors of ½ and 3, the second linear beyond 1: ⅛ and 2½.
-  (mean,), info, _ = loss(jnp.array([0.5, 3.0]), (), x)
+  (mean,), info, *_ = loss(jnp.array([0.5, 3.0]), (), x)
   np.testing.assert_allclose(mean.sum, 2.0 * (0.125 + 2.5), rtol=1e-6)
   np.testing.assert_allclose(info['train/value_loss'].sum, 2.625, rtol=1e-6)
   with pytest.raises(ValueError, match='value_clip or value_huber, not both'):

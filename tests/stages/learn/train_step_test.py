@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import stages
-from stages import metrics
-from stages.learn import losses, optimizers, train_step
+from stages import base, metrics
+from stages.learn import losses, objectives, optimizers, train_step
 
 PIECES = [1, 2, 4, 8]
 
@@ -201,6 +201,59 @@ def test_a_batch_of_padding_has_no_gradient():
   after, info = train_step.apply(optimizer)(state, gradient(params, *empty))
   equal(after.params, params)
   assert metrics.read(jax.device_get(info))[0]['train/skipped'] == 0
+
+
+def masked_gradient(aggregate):
+  """`params, *batch -> Gradient` of a loss of texts, as workflows make it."""
+
+  def evaluate(params, x):
+    logits = jnp.einsum('BTD,DV->BTV', x.obs, params['out'])
+    logps = jax.nn.log_softmax(logits + params['bias'][None, None])
+    logp = jnp.take_along_axis(logps, x.action[..., None], axis=-1)[..., 0]
+    return base.Evaluation(logp, jnp.zeros_like(logp))
+
+  of_experience = objectives.policy(evaluate, aggregate=aggregate)
+
+  def loss(params, obs, action, old_logp, advantage, mask):
+    x = base.Experience(obs, action, old_logp, mask, (), advantage=advantage)
+    return of_experience(params, x, ())
+
+  return jax.jit(train_step.gradient(loss))
+
+
+@pytest.mark.parametrize('pieces', [1, 4])
+@pytest.mark.parametrize(
+  'aggregate',
+  [losses.token_mean, losses.sequence_mean_token_mean, losses.constant(5)],
+  ids=['token_mean', 'sequence_mean', 'constant'],
+)
+def test_a_minibatch_without_a_token_moves_neither_parameters_nor_moments(
+  aggregate, pieces
+):
+  params, batch = problem(6)
+  optimizer = optimizers.adamw(1e-2, weight_decay=0.1)
+  apply = jax.jit(train_step.apply(optimizer))
+  gradient = masked_gradient(aggregate)
+
+  def whole(params, mask):
+    parts = split((*batch[:-1], mask), pieces)
+    parts = [gradient(params, *part) for part in parts]
+    return functools.reduce(metrics.merge, parts)
+
+  state = train_step.init(params, optimizer)
+  state, _ = apply(state, whole(params, batch[-1]))  # There are moments now.
+  after, info = apply(state, whole(state.params, jnp.zeros((16, 5))))
+  equal((after.params, after.opt_state), (state.params, state.opt_state))
+  assert after.step == 2
+  numbers, _ = metrics.read(jax.device_get(info))
+  assert numbers['train/skipped'] == 0
+  assert info['train/grad_norm'].count == 0
+  # Pieces without a token do not matter where others have some.
+  one = jnp.zeros((16, 5)).at[15].set(1.0)
+  moved, _ = apply(state, whole(state.params, one))
+  plain, _ = apply(state, gradient(state.params, *batch[:-1], one))
+  close(moved, plain)
+  assert (moved.params['out'] != state.params['out']).all()
 
 
 def test_bfloat16_parameters_are_updated_in_float32():
