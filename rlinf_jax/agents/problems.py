@@ -142,8 +142,8 @@ def opening(make: agents_base.Make) -> prompts_lib.Opening:
       for messages in prompts
     ]
 
-  def references(rows) -> np.ndarray:
-    return text_arrays.pack([json.dumps(_problem(row)) for row in rows])
+  def references(rows) -> text_arrays.Texts:
+    return text_arrays.Texts([json.dumps(_problem(row)) for row in rows])
 
   return prompts_lib.Opening(texts, references)
 

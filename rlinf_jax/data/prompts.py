@@ -17,7 +17,8 @@ class Opening(NamedTuple):
   Attributes:
     texts: `tokenizer, rows -> texts` of the prompts, with the arguments of
       `chat.texts`.
-    references: `rows -> Problem.answer`, arrays with a row for each question.
+    references: `rows -> reference`, a tree of `text_arrays.Texts`, or of arrays
+      with a row for each question, whose rows are `Problem.answer`.
   """
 
   texts: Callable[..., list[str]]
@@ -25,10 +26,10 @@ class Opening(NamedTuple):
 
 
 def references(rows: Sequence[files.Row]) -> text_arrays.Reference:
-  """The questions and the answers that rewards compare with."""
+  """The questions and the answers that rewards compare with, as `Texts`."""
   return text_arrays.Reference(
-    text_arrays.pack([row.question for row in rows]),
-    text_arrays.pack([row.answer for row in rows]),
+    text_arrays.Texts([row.question for row in rows]),
+    text_arrays.Texts([row.answer for row in rows]),
   )
 
 
