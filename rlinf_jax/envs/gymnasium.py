@@ -150,7 +150,7 @@ class Actions:
     """The actions of a batch of environments."""
     space = self._space
     action_BA = np.clip(action_BA, self.low, self.high)
-    if self.choices:
+    if self.choices or np.issubdtype(space.dtype, np.integer):
       action_BA = np.rint(action_BA)
     action = action_BA.reshape(-1, *space.shape).astype(space.dtype)
     return action + getattr(space, 'start', 0) if self.choices else action

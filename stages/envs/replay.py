@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 import numpy as np
 
-from stages import base, core
+from stages import base, core, tree_paths
 
 
 class Transition(NamedTuple):
@@ -135,11 +135,12 @@ def draw(
 def write(path: str | pathlib.Path, rows: Transition):
   """Writes transitions as a file of NumPy arrays, atomically.
 
-  Instead of discounts, which are a choice of the learner, the file stores
-  `terminated`.
+  Of observations with several parts, each is an array of its own, such as
+  `obs/state`, as in the files of `demonstrations.write`. Instead of discounts,
+  which are a choice of the learner, the file stores `terminated`.
   """
   path = pathlib.Path(path)
-  arrays = rows._asdict()
+  arrays = tree_paths.flatten(rows)
   arrays['terminated'] = np.asarray(arrays.pop('discount')) == 0
   part = path.with_name(f'{path.name}.part')
   with part.open('wb') as file:
@@ -168,12 +169,13 @@ def read(path: str | pathlib.Path, like: Transition, discount: float):
     )
   with np.load(path) as file:
     arrays = dict(file)
-  if arrays.keys() == {'obs', 'action'}:
+  if {name.split('/')[0] for name in arrays} == {'obs', 'action'}:
     raise ValueError(
       f'{path} holds demonstrations for cloning, without rewards: give a file '
       'that `stages.envs.replay.write` has written.'
     )
-  want = {name: shape.shape for name, shape in like._asdict().items()}
+  shapes = tree_paths.flatten(like)
+  want = {name: shape.shape for name, shape in shapes.items()}
   want['terminated'] = want.pop('discount')
   got = {name: x.shape[1:] for name, x in arrays.items()}
   if want != got:
@@ -183,6 +185,5 @@ def read(path: str | pathlib.Path, like: Transition, discount: float):
       f'{got.get(name)} there and should be {want.get(name)}.'
     )
   arrays['discount'] = discount * (1.0 - arrays.pop('terminated'))
-  return jax.tree.map(
-    lambda x, shape: jnp.asarray(x, shape.dtype), Transition(**arrays), like
-  )
+  leaves = [jnp.asarray(arrays[name], x.dtype) for name, x in shapes.items()]
+  return jax.tree.unflatten(jax.tree.structure(like), leaves)

@@ -67,21 +67,37 @@ def read_table(path: pathlib.Path, columns=None, filters=None) -> Any:
     ) from error
 
 
-def array(column) -> np.ndarray:
-  """A column of numbers, or of lists of numbers of one length."""
+def array(column, where: str) -> np.ndarray:
+  """A column of numbers [T], or of lists of n numbers [T, n].
+
+  Args:
+    column: of a table of pyarrow.
+    where: its name and file, for errors.
+
+  Raises:
+    ValueError: for empty fields, lists of lists, or lists of different lengths.
+  """
   if column.null_count:
-    raise ValueError(f'A column of {column.type} has empty fields: fill them.')
-  flat = column.combine_chunks()
-  shape = [len(flat)]
-  while hasattr(flat, 'flatten') and hasattr(flat.type, 'value_type'):
-    flat = flat.flatten()
-    shape.append(-1)
-    if len(shape) > 2:
-      raise ValueError('A column has lists of lists, expected lists.')
-  values = flat.to_numpy(zero_copy_only=False)
-  if len(shape) > 1 and (not shape[0] or len(values) % shape[0]):
-    raise ValueError('A column has lists of different lengths.')
-  return values.reshape(shape)
+    raise ValueError(f'{where} has empty fields: fill them.')
+  rows = column.combine_chunks()
+  if not _has_lists(rows):
+    return rows.to_numpy(zero_copy_only=False)
+  values = rows.flatten()
+  if _has_lists(values):
+    raise ValueError(f'{where} has lists of lists, expected lists of numbers.')
+  lengths = np.unique(rows.value_lengths().to_numpy(zero_copy_only=False))
+  if len(lengths) > 1:
+    raise ValueError(
+      f'{where} has lists of different lengths, {lengths[0]} to {lengths[-1]}: '
+      'give each step as many numbers.'
+    )
+  # Without rows, there is no list to tell how many numbers one has.
+  width = lengths[0] if len(lengths) else 0
+  return values.to_numpy(zero_copy_only=False).reshape(len(rows), width)
+
+
+def _has_lists(x) -> bool:
+  return hasattr(x, 'flatten') and hasattr(x.type, 'value_type')
 
 
 def decoded(path: pathlib.Path, start: float):

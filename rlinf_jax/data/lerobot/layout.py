@@ -221,7 +221,10 @@ def numbers(
     table = extra.read_table(
       path, columns, filters=[('episode_index', 'in', wanted)]
     )
-    arrays = {name: extra.array(table.column(name)) for name in columns}
+    arrays = {
+      name: extra.array(table.column(name), f'The column {name!r} of {path}')
+      for name in columns
+    }
     order = np.lexsort((arrays['frame_index'], arrays['episode_index']))
     for index in wanted:
       rows = order[arrays['episode_index'][order] == index]

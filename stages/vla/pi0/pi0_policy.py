@@ -264,9 +264,10 @@ def _encode(
     if change is not None:
       image = image.astype(jnp.float32) / 255.0
       image = change(image, key_B, at_wrist='wrist' in name) * 2.0 - 1.0
-      image = image.astype(config.vision.dtype)
     else:
-      image = image.astype(config.vision.dtype) / 127.5 - 1.0
+      image = image.astype(jnp.float32) / 127.5 - 1.0
+    # Rounded once, after the arithmetic: bfloat16 has 8 bits.
+    image = image.astype(config.vision.dtype)
     embedded.append(pi0.embed_images(config, params, image))
   seen = jnp.concatenate(embedded, axis=1)
   prompt = inputs.prompt(obs)

@@ -74,6 +74,13 @@ def test_actions_are_the_indices_of_choices(space, choices):
     )
 
 
+def test_actions_of_a_box_of_integers_are_rounded():
+  space = spaces.Box(0, 10, (2, 2), np.uint8)
+  action = gymnasium.Actions(space).one(np.array([9.9, 0.4, 1.6, 12.0]))
+  assert space.contains(action)
+  assert action.tolist() == [[10, 0], [2, 10]]
+
+
 def test_a_space_of_neither_kind_is_refused():
   with pytest.raises(ValueError, match='must be a Box, Discrete, MultiDisc'):
     gymnasium.Actions(spaces.Text(5))

@@ -92,23 +92,32 @@ def test_half_of_each_minibatch_is_drawn_from_offline_data():
     replay.draw(ring, prior, KEY, 1, 3)
 
 
-FLAT = LIKE._replace(obs=LIKE.obs['state'], next_obs=LIKE.obs['state'])
+def changed(x: replay.Transition, obs) -> replay.Transition:
+  return x._replace(obs=obs(x.obs), next_obs=obs(x.next_obs))
 
 
-def write(path):
-  got = rows(0, 4)
+PICTURE = jax.ShapeDtypeStruct((2, 2, 3), jnp.uint8)
+FLAT = changed(LIKE, lambda x: x['state'])
+SEEN = changed(LIKE, lambda x: x | {'image': {'top': PICTURE}})
+
+
+def write(path, like=FLAT):
   discount = np.array([1.0, 0.0, 1.0, 1.0], np.float32)
-  got = got._replace(
-    obs=got.obs['state'], next_obs=got.next_obs['state'], discount=discount
-  )
+  got = rows(0, 4)._replace(discount=discount)
+  if like is FLAT:
+    got = changed(got, lambda x: x['state'])
+  elif like is SEEN:
+    image = np.arange(48, dtype=np.uint8).reshape(4, 2, 2, 3)
+    got = changed(got, lambda x: x | {'image': {'top': image}})
   replay.write(path, got)
   return got
 
 
-def test_transitions_are_read_as_they_were_written(tmp_path):
+@pytest.mark.parametrize('like', [FLAT, LIKE, SEEN], ids=['flat', 'one', 'two'])
+def test_transitions_are_read_as_they_were_written(tmp_path, like):
   path = tmp_path / 'demonstrations.npz'
-  want = write(path)
-  got = replay.read(path, FLAT, 0.9)
+  want = write(path, like)
+  got = replay.read(path, like, 0.9)
   want = want._replace(discount=np.float32(0.9) * want.discount)
   jax.tree.map(np.testing.assert_array_equal, got, want)
   assert [x.name for x in tmp_path.iterdir()] == [path.name]
@@ -127,7 +136,10 @@ def test_transitions_of_another_environment_and_missing_ones_are_refused(
   )
   with pytest.raises(ValueError, match=message):
     replay.read(path, other, 0.9)
+  with pytest.raises(ValueError, match=r'a row of next_obs is \(3,\) there'):
+    replay.read(path, LIKE, 0.9)
   cloned = tmp_path / 'cloned.npz'
-  np.savez(cloned, obs=np.zeros((2, 3)), action=np.zeros((2, 2)))
-  with pytest.raises(ValueError, match='holds demonstrations for cloning'):
-    replay.read(cloned, FLAT, 0.9)
+  for obs in 'obs', 'obs/state':
+    np.savez(cloned, **{obs: np.zeros((2, 3)), 'action': np.zeros((2, 2))})
+    with pytest.raises(ValueError, match='holds demonstrations for cloning'):
+      replay.read(cloned, LIKE, 0.9)

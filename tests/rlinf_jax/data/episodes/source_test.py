@@ -14,7 +14,7 @@ import pytest
 import lerobot_folder
 from rlinf_jax.data.episode_files import base as episodes_base
 from rlinf_jax.data.episodes import folders, source, statistics, windows
-from rlinf_jax.data.lerobot import layout, pictures, write
+from rlinf_jax.data.lerobot import extra, layout, pictures, write
 from stages import base
 from stages.envs import seed_source
 from stages.vla.openvla import action_tokens
@@ -372,6 +372,38 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path):
   write.write(tmp_path / 'data', [x._replace(action=action)] * 2, fps=10)
   with pytest.raises(ValueError, match="numbers in 'action' that are not fini"):
     statistics.norm_stats(str(tmp_path / 'data'))
+
+
+@pytest.mark.parametrize(
+  ('rows', 'message'),
+  [
+    # As many numbers as two lists of two have.
+    ([[1.0, 2.0, 3.0], [4.0]], 'x of f has lists of different lengths, 1 to 3'),
+    ([[1.0, 2.0], None], 'x of f has empty fields'),
+    ([[[1.0], [2.0]]], 'x of f has lists of lists'),
+  ],
+)
+def test_lists_of_different_lengths_are_refused(rows, message):
+  with pytest.raises(ValueError, match=message):
+    extra.array(pyarrow.chunked_array([rows]), 'x of f')
+
+
+def test_a_part_of_a_column_has_its_own_rows():
+  want = np.arange(20.0).reshape(10, 2)
+  of_any_length = pyarrow.array(list(want), pyarrow.list_(pyarrow.float64()))
+  of_two = pyarrow.FixedSizeListArray.from_arrays(want.reshape(-1), 2)
+  for column in of_any_length, of_two:
+    part = pyarrow.chunked_array([column[:4], column[4:]]).slice(3, 4)
+    np.testing.assert_array_equal(extra.array(part, ''), want[3:7])
+    assert len(extra.array(part.slice(0, 0), '')) == 0
+
+
+def test_an_episode_without_steps_in_its_file_is_named(copied):
+  data = layout.read(str(copied))
+  for path in {x.numbers for x in data.episodes}:
+    parquet.write_table(parquet.read_table(path).slice(0, 0), path)
+  with pytest.raises(ValueError, match='Episode 0 .* has 0 steps in .* and 6'):
+    layout.numbers(data, data.episodes[:1], ['action'])
 
 
 def test_a_folder_that_exists_is_not_overwritten(folder):

@@ -1,5 +1,6 @@
 """π0 and π0.5 as policies in the pushing world, with pictures."""
 
+import dataclasses
 import functools
 
 import jax
@@ -221,6 +222,27 @@ def test_only_executed_actions_have_a_probability():
   # Demonstrations still have whole chunks.
   action = jnp.zeros((B, CHUNK, 2))
   assert made.imitation_loss(params, obs, action, keys).shape == (B,)
+
+
+def test_bytes_are_rounded_once(monkeypatch):
+  vision = dataclasses.replace(config().vision, dtype='bfloat16')
+  sizes = dataclasses.replace(config(), vision=vision)
+  made = pi0_policy.policy(ENV, sizes, instruction=(2, 7, 5), critic=False)
+  seen = []
+
+  def embed(config, params, image):
+    seen.append(image)
+    return jnp.zeros((len(image), 4, 16))
+
+  monkeypatch.setattr(pi0, 'embed_images', embed)
+  _, obs = ENV.init(jnp.arange(1))
+  image = np.arange(3 * SIZE**2, dtype=np.uint8).reshape(1, SIZE, SIZE, 3)
+  obs |= {'image': {'table': jnp.asarray(image)}}
+  made.act(made.init(KEY), obs, jax.random.split(KEY, 1))
+  want = image / 127.5 - 1.0
+  error = np.abs(np.asarray(seen[0], np.float64) - want)
+  # Half a unit of bfloat16, and of float32 in numbers of one.
+  assert (error <= 2.0**-8 * np.abs(want) + 2.0**-24).all()
 
 
 def test_imitation_alone_sees_changed_pictures():
