@@ -12,11 +12,10 @@ import queue
 import threading
 from typing import Any
 
+from rlinf_jax.data import template_limits
 from rlinf_jax.system import threads
 
 SECONDS = 5.0  # That a template may take.
-LONGEST = 1 << 24  # Characters that it may write, or entries that it may make.
-MAX_BITS = 1 << 16  # Of a whole number that it computes.
 
 
 def render(
@@ -38,7 +37,7 @@ def render(
 
   def run():
     try:
-      _bound_operators()
+      _limit_sizes()
       done.put(
         tokenizer.apply_chat_template(list(messages), tokenize=False, **kwargs)
       )
@@ -66,42 +65,21 @@ def render(
 
 
 @functools.cache
-def _bound_operators():
-  """Bounds `*` and `**` in templates that `transformers` compiles from now on.
-
-  They compute outside Python, where no limit of time ends them.
-  """
+def _limit_sizes():
+  """Limits the sizes of templates that `transformers` compiles from now on."""
   from transformers.utils import chat_template_utils
 
-  class Environment(chat_template_utils.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(['*', '**'])
-
-    def call_binop(self, context, operator, left, right):
-      _check_size(operator, left, right)
-      return super().call_binop(context, operator, left, right)
-
-  chat_template_utils.ImmutableSandboxedEnvironment = Environment
-
-
-def _check_size(operator: str, left: Any, right: Any):
-  """Raises a ValueError if the result of an operator would be too large."""
-  if isinstance(left, int) and isinstance(right, int):
-    bits = abs(left).bit_length()
-    bits = bits * right if operator == '**' else bits + right.bit_length()
-    if bits > MAX_BITS:
-      raise ValueError(f'{operator} makes a number of over {MAX_BITS:,} bits')
-  for x, times in ((left, right), (right, left)):
-    repeats = (
-      operator == '*' and isinstance(times, int) and hasattr(x, '__len__')
-    )
-    if repeats and len(x) * times > LONGEST:
-      raise ValueError(f'* makes a text or a list of over {LONGEST:,} entries')
+  chat_template_utils.ImmutableSandboxedEnvironment = (
+    template_limits.Environment
+  )
 
 
 def _fault(text: str) -> ValueError | None:
   """Why a text cannot be used, if so."""
-  if len(text) > LONGEST:
-    return ValueError(f'it writes more than {LONGEST:,} characters')
+  if len(text) > template_limits.LONGEST:
+    return ValueError(
+      f'it writes more than {template_limits.LONGEST:,} characters'
+    )
   try:
     text.encode()
   except UnicodeEncodeError as error:
