@@ -43,6 +43,21 @@ def test_the_least_is_of_a_pair_that_is_drawn_for_each_update():
   assert {*least} == {0, 1, 2, 3}
 
 
+def test_more_critics_than_there_are_cannot_be_drawn():
+  two = critics_lib.Critic(
+    lambda key: 1.0, lambda params, obs, action: jnp.zeros((2, len(obs)))
+  )
+  loss = soft_actor_critic.critic_objective(jax_envs.IdlePolicy, two, 3)
+  zero = jnp.zeros((4, 1))
+  row = replay.Transition(zero, zero, zero[:, 0], zero[:, 0], zero)
+  batch = replay.Sample(row, jax.random.split(KEY, 4))
+  actor = {'policy': (), 'log_temperature': 0.0}
+  with pytest.raises(
+    ValueError, match='critic_subset = 3 critics cannot be drawn from 2'
+  ):
+    loss(0.0, 1.0, actor, (), KEY, 0, batch)
+
+
 # Losses and gradients.
 
 

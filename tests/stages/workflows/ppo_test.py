@@ -192,7 +192,7 @@ def test_advantages_and_losses_are_those_of_trl():
     )
 
     def total(params):
-      (mean,), info, _ = loss(params, x, ())
+      (mean,), info, *_ = loss(params, x, ())
       return mean.sum / mean.count, info
 
     (ours, info), slopes = jax.value_and_grad(total, has_aux=True)(
