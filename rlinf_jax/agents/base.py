@@ -116,6 +116,11 @@ def role_number(names: Sequence[str], name: str) -> int:
   return names.index(name)
 
 
+def is_finite(reward: float) -> bool:
+  """Whether a reward is a number in the range of float32, as arrays have it."""
+  return abs(reward) <= (2 - 2**-23) * 2.0**127
+
+
 def rewards(
   names: Sequence[str], reward: float | Mapping[str, float], speaker: int
 ) -> tuple[float, ...]:
@@ -127,10 +132,13 @@ def rewards(
     speaker: number of the role that had the turn.
 
   Raises:
-    ValueError: if a reward is for a role that there is not.
+    ValueError: if a reward is for a role that there is not, or is not finite.
   """
   if isinstance(reward, Mapping):
     given = {role_number(names, k): float(x) for k, x in reward.items()}
   else:
     given = {speaker: float(reward)}
+  for x in given.values():
+    if not is_finite(x):
+      raise ValueError(f'its reward is {x}')
   return tuple(given.get(i, 0.0) for i in range(max(1, len(names))))

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 import concurrent.futures
 import functools
 import json
-import math
 import sys
 import threading
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import deadline, formats
 from rlinf_jax.data import text_arrays
 from rlinf_jax.serve import (
@@ -264,7 +264,7 @@ class _Served:
 
   def _checked(self, reward: float | Exception) -> float | None:
     """The reward; None for an agent that failed, of which the first is told."""
-    if isinstance(reward, float) and math.isfinite(reward):
+    if isinstance(reward, float) and agents_base.is_finite(reward):
       return reward
     if not self._has_failed:
       self._has_failed = True

@@ -1,5 +1,6 @@
 """Expert iteration: maximum likelihood of the policy's own best completions."""
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -129,18 +130,42 @@ def expert_iteration(
 def select_stage(
   keep: signatures.GroupSelection, group_size: int
 ) -> stages.Stage:
-  """Returns a stage `verdict, mask_BT -> mask_BT`, 1 on kept completions."""
+  """Returns a stage `verdict, mask_BT -> mask_BT`, 1 on kept completions.
+
+  A completion whose reward failed has a reward of 0, which may be above those
+  of the others. It is never kept, nor is a row without a token.
+  """
 
   @stages.stage('select', group_size=group_size)
   def select(verdict: base.Verdict, mask_BT):
-    kept_NG = jax.vmap(keep)(
+    failed_B = dict(verdict.terms).get(verifiers.FAILED, 0.0)
+    judged_B = (mask_BT.max(1) > 0) & (jnp.asarray(failed_B) == 0)
+    kept_NG = jax.vmap(functools.partial(_keep_judged, keep))(
       verdict.reward.reshape(-1, group_size),
       verdict.correct.reshape(-1, group_size),
+      judged_B.reshape(-1, group_size),
     )
-    # Verdicts on padding rows are arbitrary.
     return jnp.where(mask_BT > 0, kept_NG.reshape(-1, 1), 0.0)
 
   return select
+
+
+def _keep_judged(
+  keep: signatures.GroupSelection, reward_G, correct_G, judged_G
+):
+  """Selects rows of a group by `keep`, and none without a verdict.
+
+  `keep` is shown such rows last, wrong and with the least reward of the others,
+  so that it takes another one first.
+  """
+  order_G = jnp.argsort(~judged_G, stable=True)
+  least = jnp.where(judged_G, reward_G, jnp.inf).min()
+  least = jnp.where(judged_G.any(), least, 0.0)
+  kept_G = keep(
+    jnp.where(judged_G, reward_G, least)[order_G],
+    jnp.where(judged_G, correct_G, 0.0)[order_G],
+  )
+  return jnp.where(judged_G, kept_G[jnp.argsort(order_G)], 0.0)
 
 
 def count_kept(kept_BT, mask_BT) -> base.Info:

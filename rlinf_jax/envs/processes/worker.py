@@ -142,7 +142,8 @@ class Worker:
         env = self._env(i, shared_memory_lib.STEPPING)
         result = self._take(env, action_A, c == last)
         ended = bool(result.terminated or result.truncated)
-        if not np.isfinite(result.reward):
+        # Beyond the range of float32, too: it is infinite in arrays.
+        if not abs(result.reward) <= np.finfo(np.float32).max:
           raise ValueError(f'its reward is {result.reward}')
       except FOREIGN_ERRORS as error:
         self._report(

@@ -139,6 +139,14 @@ def test_an_environment_that_hangs_or_raises_loses_its_own_episode(
   assert (x.mask.sum(1) > 0).tolist() == [True, False, False, True, False]
 
 
+def test_a_reward_that_is_not_finite_loses_its_own_episode(folder, monkeypatch):
+  """Nor may it be beyond float32, as 10³⁰⁰ is, which arrays hold as ∞."""
+  texts = [['a', 'stop'], ['a', 'inf'], ['-inf'], ['nan'], ['1e300'], ['stop']]
+  problem, x = play(monkeypatch, folder, texts)
+  assert x.env_failed.tolist() == [0, 1, 1, 1, 1, 0]
+  assert problem.answer.reward.tolist() == [2.25, 0, 0, 0, 0, 1]
+
+
 def test_a_long_answer_and_the_last_turn_truncate(folder, monkeypatch):
   texts = [['qwjkvzxqwjk'] * 4, ['a'] * 4, ['a', 'stop']]
   problem, x = play(monkeypatch, folder, texts)

@@ -64,6 +64,28 @@ def test_the_loss_is_the_mean_over_tokens_of_kept_completions(
   np.testing.assert_allclose(share, len(kept) / (N * G), rtol=1e-12)
 
 
+def test_a_completion_whose_reward_failed_is_never_the_best():
+  """Failed ones have a reward of 0; the last group has no other."""
+  nan = jnp.nan  # Verdicts on padding rows are arbitrary.
+  reward_NG = jnp.array([[-1, 0, -0.5], [0, 0, 0], [nan, -2, -3], [0, 0, 0]])
+  failed_NG = jnp.array([[0, 1, 0], [1, 0, 0], [0, 0, 0], [1, 1, 1]])
+  mask_BT = jnp.ones((12, 2)).at[6].set(0.0)
+  verdict = base.Verdict(
+    reward_NG.ravel(), jnp.ones(12), {'failed': failed_NG.ravel() * 1.0}
+  )
+  kept_BT = select_stage(selection.best, 3)(verdict, mask_BT)
+  want = [[0, 0, 1], [0, 1, 0], [0, 1, 0], [0, 0, 0]]
+  np.testing.assert_array_equal(kept_BT[:, 0].reshape(4, 3), want)
+  kept_BT = select_stage(selection.correct, 3)(verdict, mask_BT)
+  np.testing.assert_array_equal(
+    kept_BT[:, 1].reshape(4, 3), (1 - failed_NG) * mask_BT[:, 0].reshape(4, 3)
+  )
+  # A verdict without terms has not failed.
+  plain = verdict._replace(terms=())
+  kept_BT = select_stage(selection.best, 3)(plain, mask_BT)
+  np.testing.assert_array_equal(kept_BT[:3, 0], [0, 1, 0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('keep', [selection.correct, selection.best])
 def test_expert_iteration_learns(keep):

@@ -28,6 +28,10 @@ FAULTS = {
     counting.NAN,
     'failed in `step`: ValueError: its observation is not fin',
   ),
+  'pays more than float32 holds': (
+    counting.OVERPAID,
+    'failed in `step`: ValueError: its reward is 1e+300',
+  ),
   'hangs': (
     counting.HANG,
     'stepping when its process did not answer for 4 seconds',
