@@ -115,29 +115,26 @@ class RunLog:
       video.try_write(self._folder, step, frames, notify)
 
   def write_samples(self, step: int, split: str, rows: dict[str, Any]):
-    """Writes prompts, completions and rewards as text.
+    """Writes prompts and completions as text, and their scores.
 
     Args:
       step: updates finished.
       split: 'train' or 'eval'.
-      rows: token ids and masks of prompts and completions, and rewards.
+      rows: token ids and masks of prompts and completions, rewards, and of an
+        evaluation whether they are correct.
     """
     prompts = self._source.text(rows['prompt'], rows['prompt_mask'])
     completions = self._source.text(
       rows['completion'], tokens.through_last(rows['completion_mask'])
     )
-    for prompt, completion, reward in zip(
-      prompts, completions, np.asarray(rows['reward']).tolist(), strict=True
-    ):
-      self._samples.write(
-        step,
-        {
-          'split': split,
-          'prompt': prompt,
-          'completion': completion,
-          'reward': reward,
-        },
-      )
+    columns = {'prompt': prompts, 'completion': completions} | {
+      name: np.asarray(rows[name]).tolist()
+      for name in ('reward', 'correct')
+      if name in rows
+    }
+    for values in zip(*columns.values(), strict=True):
+      record = dict(zip(columns, values, strict=True))
+      self._samples.write(step, {'split': split, **record})
 
   def close(self):
     """Closes all files and removes the progress bar."""

@@ -33,6 +33,8 @@ FIELDS = {
   'result.json': {'seconds': float},
   'evaluation.json': {'seconds': float, 'sets': dict},
 }
+# Numbers that records may lack.
+OPTIONAL = {'samples.jsonl': ('correct',)}
 # Names for seconds that belong to no stage.
 NO_STAGE = ('between stages', 'outside steps')
 LAST_STEPS = 4  # Steps whose stages a report draws.
@@ -189,6 +191,9 @@ def _check(record: Any, path: pathlib.Path):
       _number(value, name, path)
     elif not isinstance(value, kind) or (kind is int and abs(value) >= 2**63):
       raise _damaged(path, _binding(name, value))
+  for name in OPTIONAL.get(path.name, ()):
+    if name in record:
+      _number(record[name], name, path)
 
 
 def _number(value: Any, name: str, path: pathlib.Path) -> float:

@@ -64,23 +64,34 @@ def samples(run: run_folder.Run) -> str:
 
 
 def _sample_column(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
-  right = sum(float(sample['reward']) >= 0.5 for sample in samples)
+  if any('correct' in sample for sample in samples):
+    right = sum(_is_right(sample) for sample in samples)
+    score = f'{right} of {len(samples)} correct'
+  else:
+    mean = sum(float(sample['reward']) for sample in samples) / len(samples)
+    score = f'mean reward {mean:.3g}'
   cards = ''.join(_sample(sample) for sample in samples[:SAMPLES])
   return (
-    f'<section class="third"><h3>After step {step:,} <small>{right} of '
-    f'{len(samples)} correct</small></h3>{cards}</section>'
+    f'<section class="third"><h3>After step {step:,} <small>{score}</small>'
+    f'</h3>{cards}</section>'
   )
 
 
 def _sample(sample: Mapping[str, Any]) -> str:
   reward = float(sample['reward'])
-  kind, mark = ('right', '✓') if reward >= 0.5 else ('wrong', '✗')
-  score = f'<span class="reward">{mark} {reward:.3g}</span>'
+  kind, mark = '', ''  # A reward alone does not tell what is right.
+  if 'correct' in sample:
+    kind, mark = (' right', '✓ ') if _is_right(sample) else (' wrong', '✗ ')
+  score = f'<span class="reward">{mark}{reward:.3g}</span>'
   prompt, completion = (
     html.escape(text if len(text) <= LONGEST else text[:LONGEST] + ' …')
     for text in (str(sample['prompt']), str(sample['completion']))
   )
   return (
-    f'<div class="sample {kind}">{score}'
+    f'<div class="sample{kind}">{score}'
     f'<pre><i>{prompt}</i>{completion}</pre></div>'
   )
+
+
+def _is_right(sample: Mapping[str, Any]) -> bool:
+  return float(sample.get('correct', 0.0)) == 1.0

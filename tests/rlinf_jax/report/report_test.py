@@ -100,12 +100,36 @@ def test_the_page_has_every_part(full):
   assert 'STEPS = 180' in full
 
 
-def test_samples_are_colored_by_their_reward(full):
+def test_samples_are_colored_by_whether_they_are_correct(full):
   first, _, last = re.findall(r'<section.*?</section>', full, re.DOTALL)
   assert first.count('sample right') == 3
   assert first.count('sample wrong') == 5
   assert last.count('sample wrong') == 0
   assert '9 of 10 correct' in last
+
+
+@pytest.mark.parametrize(
+  ('scores', 'title', 'marks'),
+  [
+    # A reward for the form of a wrong answer.
+    ({'correct': 0.0, 'reward': 0.5}, '0 of 3 correct', '✗ 0.5'),
+    ({'correct': 1.0, 'reward': 0.1}, '3 of 3 correct', '✓ 0.1'),
+    ({'reward': 0.5}, 'mean reward 0.5', '"reward">0.5'),
+  ],
+)
+def test_a_reward_does_not_tell_what_is_correct(
+  tmp_path, scores, title, marks
+):
+  folder = fake_run.make_run(tmp_path / 'run', steps=3, every=1)
+  sample = {'step': 0, 'split': 'eval', 'prompt': '2+2=', 'completion': '5'}
+  fake_run.write_lines(folder / 'samples.jsonl', [sample | scores] * 3)
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert title in page and page.count(marks) == 3
+  assert page.count('✓') + page.count('✗') == 3 * ('correct' in scores)
+  bad = [sample | scores | {'correct': 'yes'}]
+  fake_run.write_lines(folder / 'samples.jsonl', bad)
+  with pytest.raises(ValueError, match="'correct' = 'yes', which no run write"):
+    report.write(folder)
 
 
 def test_text_from_the_run_is_escaped(full, tmp_path):

@@ -155,6 +155,9 @@ def test_a_run_writes_its_whole_folder(uninterrupted):
   assert steps == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
   assert re.search(r'step +7/10 .*length .*tok/s .*generate', done.stdout)
   assert '\x1b' not in done.stdout
+  for line in (folder / 'samples.jsonl').read_text().splitlines():
+    sample = json.loads(line)
+    assert ('correct' in sample) == (sample['split'] == 'eval')
   assert sorted(p.name for p in (folder / 'checkpoints').iterdir()) == [
     '10',
     '5',
