@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rlinf_jax.data import pictures
+from rlinf_jax.data.episode_files import stored_picture
 from stages import base
 from stages.language import huggingface, tokens
 from stages.models import config as config_lib
@@ -172,6 +173,8 @@ def reader(
 def decode(image: pictures.Image, where: str) -> np.ndarray:
   """A picture, uint8 [rows, columns, 3], turned as its file says.
 
+  Its colors are those of `stored_picture.rgb`.
+
   Raises:
     ValueError: for a file that is no picture or is too large.
   """
@@ -180,23 +183,20 @@ def decode(image: pictures.Image, where: str) -> np.ndarray:
   name = 'Bytes' if isinstance(image, bytes) else str(image)
   file = io.BytesIO(image) if isinstance(image, bytes) else image
   try:
-    with Image.open(file) as found:
-      if (size := math.prod(found.size)) > MOST_PIXELS:
-        raise ValueError(
-          f'{where} has a picture of {size} pixels, and at most {MOST_PIXELS} '
-          'are read: make it smaller.'
-        )
-      return np.asarray(ImageOps.exif_transpose(found).convert('RGB'))
-  except (
-    OSError,
-    SyntaxError,
-    TypeError,
-    Image.DecompressionBombError,
-  ) as error:
+    with stored_picture.readable(), Image.open(file) as found:
+      size = math.prod(found.size)
+      if size <= MOST_PIXELS:
+        turned = ImageOps.exif_transpose(found)
+        return np.asarray(stored_picture.rgb(turned))
+  except ValueError as error:
     raise ValueError(
       f'{name} of {where} cannot be read as a picture ({error}): mend the '
       'file, or leave the row out.'
     ) from error
+  raise ValueError(
+    f'{where} has a picture of {size} pixels, and at most {MOST_PIXELS} are '
+    'read: make it smaller.'
+  )
 
 
 def resize(image: np.ndarray, shape: tuple[int, int]) -> np.ndarray:

@@ -68,5 +68,5 @@ def _from_column(data: layout.Dataset, episode: layout.Episode, camera: str):
     except ValueError as error:
       raise ValueError(
         f'Step {t} of episode {episode.index} of {data.folder} has no picture '
-        f'of the camera {camera!r} that can be read: record it again.'
+        f'of the camera {camera!r} that can be read: record it again. {error}'
       ) from error
