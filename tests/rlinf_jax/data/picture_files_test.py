@@ -240,7 +240,7 @@ REFUSED = {
   ),
   'too many places': (
     {'prompt': '<image> red <image>', 'image': '0.png'},
-    '1 pictures in a column of their own and 2 places',
+    r"contains '<.image_pad.>', a control token",
   ),
   'a place in the text': (
     {'prompt': 'red <|image_pad|>', 'image': '0.png'},

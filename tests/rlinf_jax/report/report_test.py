@@ -117,9 +117,7 @@ def test_samples_are_colored_by_whether_they_are_correct(full):
     ({'reward': 0.5}, 'mean reward 0.5', '"reward">0.5'),
   ],
 )
-def test_a_reward_does_not_tell_what_is_correct(
-  tmp_path, scores, title, marks
-):
+def test_a_reward_does_not_tell_what_is_correct(tmp_path, scores, title, marks):
   folder = fake_run.make_run(tmp_path / 'run', steps=3, every=1)
   sample = {'step': 0, 'split': 'eval', 'prompt': '2+2=', 'completion': '5'}
   fake_run.write_lines(folder / 'samples.jsonl', [sample | scores] * 3)
