@@ -16,7 +16,7 @@ from typing import Any
 from rlinf_jax.run_files import run_folder
 
 FILE = 'notices.jsonl'  # Lines that the console printed, by step.
-ENVIRONMENTS = 'env/failed'
+ENVIRONMENTS = ('env/failed', 'eval/failed')
 CONVERSATIONS = ('rollout/env_failed', 'eval/env_failed')
 REWARDS = ('rollout/reward/failed', 'eval/reward/failed')
 
@@ -44,7 +44,7 @@ def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
   skipped = episodes = conversations = rewards = 0
   for x in lines:
     skipped += skipped_share(x) > 0
-    episodes += float(x.get(ENVIRONMENTS, 0))
+    episodes += sum(float(x.get(name, 0)) for name in ENVIRONMENTS)
     conversations += sum(float(x.get(name, 0)) for name in CONVERSATIONS)
     rewards += any(float(x.get(name, 0)) > 0 for name in REWARDS)
   if skipped:

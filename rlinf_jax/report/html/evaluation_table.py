@@ -13,6 +13,7 @@ OTHERS = {
   'episode_length': ('steps', '{:,.0f}'),
   'truncated_fraction': ('cut off', '{:.1%}'),
   'env_failed': ('failed', '{:,.0f}'),
+  'failed': ('failed', '{:,.0f}'),
   'loss': ('loss', '{:.4f}'),
   'token_probability': ('token probability', '{:.1%}'),
   'reward_margin': ('reward margin', '{:.3f}'),

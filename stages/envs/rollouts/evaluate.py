@@ -29,7 +29,8 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
   """Returns `params, obs_stats, seed_B, key -> info`.
 
   It runs one greedy episode per seed. `info` holds the statistics of these
-  episodes and, where the environment renders, a video of some of them.
+  episodes, the number of those that a simulator lost, which are in no other,
+  and, where the environment renders, a video of some of them.
   """
   reset = rollout.reset(video.with_recorder(env))
   attempt = rollout.rollout(
@@ -41,13 +42,7 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
     keep_final_obs=False,
   )
   record = video.video_stage(env)
-  score = stages.Stage(
-    lambda timestep: episode_stats.metrics(
-      episode_stats.first_episode(timestep), 'eval'
-    ),
-    'score',
-    'sum',
-  )
+  score = stages.Stage(_score, 'score', 'sum')
 
   def evaluate(params, stats, seed_B, key):
     env_state, obs = reset(seed_B)
@@ -57,3 +52,12 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
     return info | record(env_state, seed_B, timestep)
 
   return evaluate
+
+
+def _score(timestep: env_lib.TimeStep) -> base.Info:
+  """Statistics of each row's first episode."""
+  info = episode_stats.metrics(episode_stats.first_episode(timestep), 'eval')
+  if timestep.env_failed is None:
+    return info
+  failed_BT = episode_stats.in_first_episode(timestep) * timestep.env_failed
+  return info | {'eval/failed': failed_BT.max(1).sum()}

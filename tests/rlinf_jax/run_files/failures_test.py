@@ -24,6 +24,7 @@ def last_lines(folder):
 CASES = [
   ({'train/skipped': 1.0}, 'In 1 step an update was skipped, as its gradient'),
   ({'env/failed': 3.0}, '3 episodes were lost, as a simulator failed.'),
+  ({'eval/failed': 2.0}, '2 episodes were lost, as a simulator failed.'),
   ({'rollout/env_failed': 2.0}, '2 conversations were lost, as an environm'),
   ({'rollout/reward/failed': 0.5}, 'In 1 of the steps and evaluations a rew'),
   ({'eval/reward/failed': 0.5}, 'In 1 of the steps and evaluations a rew'),
