@@ -5,6 +5,7 @@ Pillow's; only the normalization is in floating point.
 """
 
 import dataclasses
+import functools
 import typing
 from typing import Literal
 
@@ -33,7 +34,8 @@ class Pictures:
       color until they are square; 'resize-crop' resizes the shorter edge and
       cuts out the center.
     filters: how each tower's input is resampled.
-    crop: share of the area that is kept, around the center; see `center_crop`.
+    crop: share of the area that is kept, around the center, of pictures that
+      `for_crops` resizes before; see `center_crop`.
   """
 
   sizes: tuple[int, ...] = (224, 224)
@@ -78,7 +80,8 @@ class Pictures:
         f'{image.dtype} {[*image.shape]}.'
       )
     if self.crop < 1.0:
-      image = center_crop(image, self.crop, self.sizes[-1])
+      size = self.sizes[-1]
+      image = center_crop(for_crops(image, size), self.crop, size)
     if self.strategy == 'letterbox':
       image = _letterbox(image, [int(255 * x) for x in self.means[-1]])
     towers = zip(self.sizes, self.means, self.stds, self.filters, strict=True)
@@ -120,6 +123,23 @@ def resize_with_pad(image, size: int):
   border = jnp.zeros((*leading, size, size, colors), jnp.uint8)
   at = slice(above, above + shape[0]), slice(aside, aside + shape[1])
   return border.at[(..., *at, slice(None))].set(resized)
+
+
+def for_crops(image, size: int):
+  """Whole pictures as bytes [B, size, size, 3], before a crop.
+
+  The code that trains and evaluates OpenVLA resizes pictures by Lanczos' filter
+  as it reads them, in TensorFlow, which rounds once where Pillow does it twice.
+
+  Args:
+    image: uint8 [B, rows, columns, 3].
+    size: edge of the result, in pixels.
+  """
+  resize = functools.partial(
+    resample.resize_grid, shape=(size, size), antialias=True, kind='lanczos'
+  )
+  resized = jax.vmap(resize)(image.astype(jnp.float32))
+  return jnp.clip(jnp.round(resized), 0.0, 255.0).astype(jnp.uint8)
 
 
 def center_crop(image, share: float, size: int):

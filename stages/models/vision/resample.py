@@ -68,17 +68,20 @@ def interpolated(size: int, out: int) -> np.ndarray:
   return weights
 
 
-def resize_grid(x_RCD, shape: tuple[int, int], antialias: bool):
-  """Bicubic resampling of a grid of vectors, [rows, columns, D], in float32.
+def resize_grid(
+  x_RCD, shape: tuple[int, int], antialias: bool, kind: Filter = 'bicubic'
+):
+  """Resampling of a grid of vectors, [rows, columns, D], in float32.
 
   Args:
     x_RCD: the grid.
     shape: rows and columns of the result.
     antialias: whether as `antialiased` does it, or as `interpolated`.
+    kind: the filter, if it is antialiased; else it is bicubic.
   """
   if antialias:
     row, column = (
-      antialiased(size, out, 'bicubic')
+      antialiased(size, out, kind)
       for size, out in zip(x_RCD.shape[:2], shape, strict=True)
     )
   else:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from stages import base
 from stages.language import sample, value_model
-from stages.vla import augmentation
+from stages.vla import augmentation, pictures
 from stages.vla.openvla import action_tokens, openvla, openvla_oft
 
 
@@ -132,7 +132,10 @@ def _augmented(config: openvla_oft.Config) -> Callable:
 
   def augmented(obs: openvla_oft.Observation, key_B):
     images = tuple(
-      change(image, jax.vmap(jax.random.fold_in, (0, None))(key_B, i))
+      change(
+        pictures.for_crops(image, whole.sizes[-1]),
+        jax.vmap(jax.random.fold_in, (0, None))(key_B, i),
+      )
       for i, image in enumerate(obs.images)
     )
     return obs._replace(images=images), uncropped

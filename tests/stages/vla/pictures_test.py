@@ -1,5 +1,6 @@
 """Pictures that are prepared for π0 and OpenVLA-OFT, as their clients do it."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from PIL import Image
@@ -47,13 +48,28 @@ def test_the_center_is_cropped_as_openvla_oft_does_it(shape):
   assert difference.max() <= 1 and difference.mean() < 0.01
 
 
+def test_pictures_are_resized_before_crops_as_tensorflow_does_it():
+  """JAX's resizing is TensorFlow's, with its antialiasing."""
+  smooth = np.random.default_rng(0).integers(0, 256, (2, 20, 20, 3), np.uint8)
+  x = np.kron(smooth, np.ones((1, 13, 13, 1), np.uint8))[:, :256, :256]
+  want = jax.image.resize(
+    jnp.asarray(x, jnp.float32), (2, 224, 224, 3), 'lanczos3', antialias=True
+  )
+  want = np.clip(np.round(want), 0, 255).astype(int)
+  got = np.asarray(pictures.for_crops(jnp.asarray(x), 224)).astype(int)
+  difference = np.abs(got - want)
+  assert difference.max() <= 1 and difference.mean() < 0.1
+
+
 def test_a_crop_is_the_first_step_of_a_tower_and_a_share():
   x = jnp.asarray(np.random.default_rng(0).integers(0, 256, (1, 32, 32, 3)))
   x = x.astype(jnp.uint8)
   plain = pictures.Pictures(sizes=(16, 16))
   cropped = pictures.Pictures(sizes=(16, 16), crop=0.9)
   for got, want in zip(
-    cropped(x), plain(pictures.center_crop(x, 0.9, 16)), strict=True
+    cropped(x),
+    plain(pictures.center_crop(pictures.for_crops(x, 16), 0.9, 16)),
+    strict=True,
   ):
     np.testing.assert_array_equal(got, want)
   with pytest.raises(ValueError, match='crop of 0.0 is given.*up to 1'):

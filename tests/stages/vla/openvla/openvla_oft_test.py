@@ -10,7 +10,7 @@ import pytest
 
 from stages import base
 from stages.language import sample
-from stages.vla import augmentation
+from stages.vla import augmentation, pictures
 from stages.vla.openvla import (
   action_tokens,
   openvla_oft,
@@ -189,7 +189,10 @@ def test_training_sees_changed_pictures_and_nothing_else_does(case, model):
   # A policy of whole pictures sees those that were changed before.
   change = augmentation.OpenVla()
   images = tuple(
-    change(image, jax.vmap(jax.random.fold_in, (0, None))(keys, i))
+    change(
+      pictures.for_crops(image, 10),
+      jax.vmap(jax.random.fold_in, (0, None))(keys, i),
+    )
     for i, image in enumerate(obs.images)
   )
   want = loss(policy(case), obs._replace(images=images))
