@@ -24,7 +24,7 @@ def cameras(folder: str, *, names: Sequence[str] | None = None) -> tuple:
       that are pictures if None, in the order of the folder.
 
   Raises:
-    ValueError: if the folder has no such feature.
+    ValueError: if the folder has no such feature, or two of one path.
   """
   return tuple(f'image/{_short(x)}' for x in _cameras(folder, names))
 
@@ -44,6 +44,14 @@ def _cameras(folder: str, names: Sequence[str] | None) -> tuple[str, ...]:
     raise ValueError(
       f'{folder} has no pictures, which these models read: record cameras.'
     )
+  by_path = {}
+  for name in found:
+    other = by_path.setdefault(_short(name), name)
+    if other is not name:
+      raise ValueError(
+        f'{other!r} and {name!r} of {folder} would both be image/'
+        f'{_short(name)} in observations: name one of them (CAMERAS in gin).'
+      )
   return found
 
 

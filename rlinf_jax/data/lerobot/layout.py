@@ -57,7 +57,7 @@ class Dataset(NamedTuple):
 
 
 def read(folder: str) -> Dataset:
-  """The description of a folder.
+  """The description of a folder; cameras without colors are left out.
 
   Raises:
     FileNotFoundError: if a file of the format is missing.
@@ -66,7 +66,8 @@ def read(folder: str) -> Dataset:
   """
   root = pathlib.Path(folder)
   info = _info(root)
-  features = {name: _feature(name, x) for name, x in info['features'].items()}
+  described = {name: _feature(name, x) for name, x in info['features'].items()}
+  features = {name: x for name, x in described.items() if x is not None}
   return Dataset(
     root,
     float(info['fps']),
@@ -111,8 +112,11 @@ def _info(root: pathlib.Path) -> Mapping[str, Any]:
   return raw
 
 
-def _feature(name: str, raw: Any) -> base.Feature:
-  """A feature; pictures may have their colors first or last."""
+def _feature(name: str, raw: Any) -> base.Feature | None:
+  """A feature, or None for pictures without three colors, such as of depth.
+
+  Pictures may have their colors first or last.
+  """
   try:
     dtype, shape = str(raw['dtype']), tuple(map(int, raw['shape']))
   except (KeyError, TypeError, ValueError) as error:
@@ -122,10 +126,7 @@ def _feature(name: str, raw: Any) -> base.Feature:
     ) from error
   if dtype in base.PICTURES:
     if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
-      raise ValueError(
-        f'The camera {name!r} has pictures of shape {[*shape]}, expected rows, '
-        'columns and three colors.'
-      )
+      return None
     if shape[-1] != 3:
       shape = (*shape[1:], shape[0])
   return base.Feature(dtype, shape)

@@ -1,10 +1,11 @@
 """Writes episodes as a LeRobot folder of version 3."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import json
 import os
 import pathlib
+import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +49,7 @@ def write(
   codec: str = 'libsvtav1',
   episodes_a_file: int = 50,
 ):
-  """Writes a folder.
+  """Writes a folder, which appears when it is complete.
 
   Args:
     folder: where to write; it must not exist.
@@ -59,13 +60,60 @@ def write(
 
   Raises:
     FileExistsError: if the folder exists.
-    ValueError: without episodes.
+    ValueError: without episodes, or with pictures that cannot be encoded.
   """
-  root = pathlib.Path(folder)
-  root.mkdir(parents=True)
+  folder = pathlib.Path(folder)
+  if folder.exists():
+    raise FileExistsError(f'{folder} exists: give the path of a new folder.')
   episodes = [*episodes]
   if not episodes:
-    raise ValueError(f'There are no episodes to write to {root}.')
+    raise ValueError(f'There are no episodes to write to {folder}.')
+  _check_pictures(episodes, codec)
+  part = folder.with_name(f'{folder.name}.part')
+  shutil.rmtree(part, ignore_errors=True)  # Of a program that was ended.
+  try:
+    _write(part, episodes, fps, codec, episodes_a_file)
+    part.replace(folder)
+  except BaseException:
+    shutil.rmtree(part, ignore_errors=True)
+    raise
+
+
+def _check_pictures(episodes: Sequence[Episode], codec: str):
+  """Refuses pictures that differ in size, or that no codec takes.
+
+  Raises:
+    ValueError: names the episode and the camera.
+  """
+  if codec not in CODECS:
+    raise ValueError(
+      f'There is no codec {codec!r}: give one of {", ".join(CODECS)}.'
+    )
+  first = {name: x.shape[1:] for name, x in episodes[0].images.items()}
+  for i, episode in enumerate(episodes):
+    found = {name: x.shape[1:] for name, x in episode.images.items()}
+    if found != first:
+      raise ValueError(
+        f'Episode {i} has pictures of {found}, and episode 0 of {first}: give '
+        'all episodes the same cameras and sizes.'
+      )
+  for name, shape in first.items():
+    rows, columns, *colors = shape
+    if colors != [3]:
+      raise ValueError(
+        f'The camera {name!r} has pictures of {[*shape]}, expected rows, '
+        'columns and three colors.'
+      )
+    # Colors are stored for squares of two by two pixels.
+    if codec == 'libx264' and (rows % 2 or columns % 2):
+      raise ValueError(
+        f'The camera {name!r} has pictures of {rows} x {columns}, and '
+        'libx264 takes even sizes alone: crop or resize them, or give codec '
+        "'libsvtav1'."
+      )
+
+
+def _write(root: pathlib.Path, episodes, fps, codec, episodes_a_file):
   tasks = [*dict.fromkeys(x.task for x in episodes)]
   rows, start = [], 0
   for file, first in enumerate(range(0, len(episodes), episodes_a_file)):

@@ -406,6 +406,73 @@ def test_an_episode_without_steps_in_its_file_is_named(copied):
     layout.numbers(data, data.episodes[:1], ['action'])
 
 
+@pytest.mark.parametrize(
+  ('change', 'settings', 'message'),
+  [
+    (lambda x: x[:, :-1], {'codec': 'libx264'}, '47 x 64, and libx264 .* even'),
+    (lambda x: x[..., :1], {}, r'\[48, 64, 1\], expected .* three colors'),
+    (
+      lambda x: x,
+      {'codec': 'mjpeg'},
+      "no codec 'mjpeg': give one of libsvtav1",
+    ),
+  ],
+)
+def test_what_cannot_be_encoded_is_refused_before_it_is_written(
+  tmp_path, change, settings, message
+):
+  x = lerobot_folder.episode(0)
+  images = {name: change(y) for name, y in x.images.items()}
+  with pytest.raises(ValueError, match=message):
+    write.write(
+      tmp_path / 'data', [x._replace(images=images)], fps=10, **settings
+    )
+  other = x._replace(images={lerobot_folder.TOP: x.images[lerobot_folder.TOP]})
+  with pytest.raises(ValueError, match='Episode 1 has .* the same cameras'):
+    write.write(tmp_path / 'data', [x, other], fps=10)
+  assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_appears_when_it_is_complete(tmp_path, monkeypatch):
+  def full(*args):
+    raise OSError('No space left on device')
+
+  with monkeypatch.context() as patched:
+    patched.setattr(write, '_write_tasks', full)
+    with pytest.raises(OSError, match='No space'):
+      lerobot_folder.make(tmp_path / 'data', 'libx264')
+  assert not any(tmp_path.iterdir())
+  (tmp_path / 'data.part').mkdir()  # Of a program that was ended.
+  lerobot_folder.make(tmp_path / 'data', 'libx264')
+  assert [x.name for x in tmp_path.iterdir()] == ['data']
+
+
+@pytest.mark.parametrize('shape', [[8, 8, 1], [8, 8]])
+def test_a_camera_of_depth_is_left_out(copied, shape):
+  features = json.loads((copied / layout.INFO).read_text())['features']
+  depth = {'dtype': 'video', 'shape': shape, 'names': None}
+  change(copied, features={'observation.images.depth': depth} | features)
+  assert source.cameras(str(copied)) == ('image/top', 'image/wrist')
+  made = make(str(copied))
+  _, (batch,) = batches(made, made.init(0), 1)
+  assert {*batch.obs['image']} == {'top', 'wrist'}
+  with pytest.raises(ValueError, match="no camera 'observation.images.depth'"):
+    make(str(copied), camera_names=['observation.images.depth'])
+
+
+def test_two_cameras_of_one_path_are_refused(tmp_path):
+  x = lerobot_folder.episode(0)
+  one, two = x.images.values()
+  names = 'observation.images.top', 'observation.top'
+  x = x._replace(images=dict(zip(names, (one, two), strict=True)))
+  write.write(tmp_path / 'data', [x, x], fps=10, codec='libx264')
+  folder = str(tmp_path / 'data')
+  for find in source.cameras, make:
+    with pytest.raises(ValueError, match="'.*images.top' and 'obs.* image/top"):
+      find(folder)
+  assert source.cameras(folder, names=names[1:]) == ('image/top',)
+
+
 def test_a_folder_that_exists_is_not_overwritten(folder):
   with pytest.raises(FileExistsError):
     lerobot_folder.make(folder)
