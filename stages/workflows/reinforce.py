@@ -7,7 +7,7 @@ import stages
 from stages import base
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics
-from stages.learn import losses, train_step
+from stages.learn import loss_terms, losses, rollout_correction, train_step
 
 
 def reinforce(
@@ -19,13 +19,14 @@ def reinforce(
 ) -> base.Workflow:
   """Makes completions likelier whose reward is above their group's mean.
 
-  Aᵢ = Rᵢ − mean R,   L = −Σ m A lp / Σ m
+  Aᵢ = Rᵢ − mean R,   L = −Σ m w A lp / Σ m,   w as in `objectives.policy`
   """
 
   def loss(params, x: base.Experience):
     now = policy_stages.scorer(policy, group_size)(params, x)
     logp_BT = jnp.where(x.mask > 0, now.logp, 0.0)
     loss_BT = losses.reinforce(logp_BT, x.advantage)
+    loss_BT = rollout_correction.weigh(loss_BT, loss_terms.Importance(), x)
     mean = losses.token_mean(loss_BT, x.mask)
     return (mean,), {'train/policy_loss': mean}
 
@@ -37,17 +38,16 @@ def reinforce(
 
   repeat = policy_stages.repeat(group_size)
   generate = policy_stages.act(policy, 'generate', group_size=group_size)
+  rescore = policy_stages.proximal_logp(policy, group_size)
   measure = rollout_metrics.measure(group_size, updates_per_step=1)
   learn = train_step.learner(loss, optimizer, group_size=group_size)
   evaluate_actor = evaluate_lib.evaluate(policy, verify)
-
-  def init(key):
-    return train_step.init(policy.init(key), optimizer)
+  init = lambda key: train_step.init(policy.init(key), optimizer)
 
   def step(state: base.TrainState, problem: base.Problem, key):
-    problem = repeat(problem)
+    now, problem = train_step.version(state), repeat(problem)
     keys = stages.keys(key, problem.prompt)
-    x = generate(train_step.version(state), problem.prompt, keys)
+    x = rescore(now, generate(now, problem.prompt, keys))
     verdict = verify(problem.answer, x.action, x.mask)
     rollout_info = measure(x, verdict, state.step)
     x = x._replace(advantage=group_advantage(verdict.reward, x.mask))

@@ -198,12 +198,13 @@ def _elsewhere(policy: base.Policy, off: float) -> base.Policy:
 
 
 @pytest.mark.slow
-def test_a_policy_that_samples_on_the_host_learns_the_same_and_logs_the_gap():
+@pytest.mark.parametrize('make', [workflows.grpo, workflows.reinforce])
+def test_a_policy_that_samples_on_the_host_learns_the_same_and_logs_the_gap(
+  make,
+):
   results = []
   for engine in (tiny.policy(), _elsewhere(tiny.policy(), -0.1)):
-    workflow = workflows.grpo(
-      engine, tiny.even_on_host, optax.sgd(0.1), group_size=4
-    )
+    workflow = make(engine, tiny.even_on_host, optax.sgd(0.1), group_size=4)
     state = workflow.init(KEY)
     results.append(workflow.step(state, tiny.problem(), KEY))
   (_, own), (_, far) = results
