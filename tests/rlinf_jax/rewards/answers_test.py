@@ -1,4 +1,5 @@
 import os
+import time
 
 import pytest
 
@@ -37,11 +38,90 @@ RIGHT = [
   ('The answer is Tuesday.', 'Tuesday'),
   ('Emma has 51 - 28 = 23 shells left', '23'),
   ('\\boxed{1.5 \\times 10^3}', '1500'),
-  ('\\boxed{2^{10}}', '1024'),
   ('\\boxed{\\frac{2}{4}}', '0.5'),
   ('\\boxed{x - 1}', 'x-1'),
   ('It is -5.', '-5'),
   ('\\boxed{2+\\sqrt{3}}', '\\sqrt{3}+2'),
+  ('\\boxed{10^{3}}', '1000'),
+  ('\\boxed{5}\n\n#### Check\nit holds', '5'),
+  ('\\boxed{Paris}\n\n#### Check\nit holds', 'Paris'),
+  ('#### Paris\nIt is the capital.', 'Paris'),
+  ('\\boxed{5}\n\n#### Step 2: check 7\nit holds', '5'),
+  ('#### Final answer\n18', '18'),
+  ('#### Conclusion\nSo there are 18 eggs.', '18'),
+  ('The answer is \u22125.', '-5'),
+  ('It weighs 1.5 × 10^3 kg', '1500'),
+]
+# Forms of the number 18, and of 18,000.
+NUMBERS = [
+  '18.',
+  '18 dollars',
+  '**18**',
+  '*18*',
+  '`18`',
+  '"18"',
+  'The answer is 18',
+  'The answer is **18**.',
+  '18 eggs per day',
+  '18\\ \\text{km/h}',
+  '$18.00',
+  '18\\%',
+  'x = 18',
+  '20 - 2 = 18',
+]
+THOUSANDS = ['18\\,000', '18 000', '18~000', '18{,}000', '18,000 dollars']
+# Neither what they are worth nor another number is said.
+UNWORKED = [
+  ('51\\,-28', '23'),
+  ('51\\;-28', '23'),
+  ('10 \\, + 13', '23'),
+  ('10\\quad+13', '23'),
+  ('51\\,\\times\\,28', '1428'),
+  ('51--28', '79'),
+  ('51-+28', '23'),
+  ('51+-28', '23'),
+  ('51 -x+x-28', '23'),
+  ('x-x+23', '23'),
+  ('51^1 28^1', '1428'),
+  ('51:3', '17'),
+  ('51\\over3', '17'),
+  ('5!', '120'),
+  ('5!', '5'),
+  ('2^{10}', '1024'),
+  ('2¹⁰', '2'),
+  ('\\binom{10}{3}', '120'),
+  ('\\sqrt{529}', '23'),
+  ('\\sum_{i=1}^{10} i', '55'),
+  ('\\int_0^{2} x dx', '2'),
+  ('\\log_2 1024', '10'),
+  ('\\lfloor 23.7\\rfloor', '23'),
+  ('22=23', '23'),
+  ('22, x = 23', '23'),
+  ('22 \\text{ or } 23', '23'),
+  ('23x', '23'),
+  ('1,2,3,23', '23'),
+]
+RIGHT_CHOICES = [
+  ('The answer is A, as said. So choose D', 'D'),
+  ('answer is A bit unclear, so choose D', 'D'),
+  ('Answer: I think B', 'B'),
+  ('\\boxed{b}', 'B'),
+  ('\\boxed{\\textbf{(C)}\\ 12}', 'C'),
+  ('C) 12', 'C'),
+  ('I choose C', 'C'),
+  ('The correct answer is \\text{C}', 'C'),
+  ('The answer is $\\text{C}$', 'C'),
+  ('The answer is C because it is round, and option B is wrong.', 'C'),
+  ('#### The answer is B', 'B'),
+]
+TWO_CHOICES = [
+  '\\boxed{A or B}',
+  '\\boxed{A, B}',
+  '\\boxed{A B}',
+  '\\boxed{(A)(B)}',
+  '#### A. B. C.',
+  'The answer is A, B, C or D',
+  'The answer is A or B.',
 ]
 WRONG = [
   ('\\boxed{0.51}', '1/2'),
@@ -81,6 +161,42 @@ def test_a_right_answer_is_recognized(text, answer):
 @pytest.mark.parametrize('text, answer', WRONG)
 def test_a_wrong_answer_is_not(text, answer):
   assert not correct(text, answer)
+
+
+@pytest.mark.parametrize('form', ['#### {}', '\\boxed{{{}}}'])
+def test_a_number_may_have_words_units_and_markdown(form):
+  for value, texts in ('18', NUMBERS), ('18000', THOUSANDS):
+    for text in texts:
+      assert correct(form.format(text), value), text
+      assert not correct(form.format(text), '19'), text
+
+
+@pytest.mark.parametrize('form', ['#### {}', '\\boxed{{{}}}'])
+def test_an_answer_that_is_not_worked_out_is_wrong(form):
+  for text, value in UNWORKED:
+    assert not correct(form.format(text), value), text
+
+
+def test_choices_are_recognized():
+  for text, choice in RIGHT_CHOICES:
+    assert correct(text, choice), text
+    assert not correct(text, 'J'), text
+
+
+def test_two_choices_are_wrong_for_each_of_them():
+  for text in TWO_CHOICES:
+    assert not any(correct(text, choice) for choice in 'ABCD'), text
+
+
+@pytest.mark.parametrize('answer', ['23', 'x+1', 'yes', 'B'])
+def test_a_repetitive_last_line_takes_no_time(answer):
+  correct('\\boxed{1}', 'x')  # The first call prepares the parser.
+  for piece in '- ', 'ab-', '(', 'answer ', 'answer is', '\\text{', '* ', 'A, ':
+    text = (piece * 10_000)[:10_000]
+    for tail in '', ' ' * 9_000 + '!':
+      start = time.process_time()
+      assert not correct(text + tail, answer)
+      assert time.process_time() - start < 0.5, piece
 
 
 @pytest.mark.slow

@@ -8,7 +8,10 @@ from rlinf_jax.rewards import final_answer
 
 SAME = [
   ['It is 0.5', '\\boxed{\\frac{1}{2}}', '\\boxed{\\dfrac{2}{4}}', '#### .50'],
-  ['\\boxed{1,234}', 'so 1234.', '\\boxed{$1234.0$}'],
+  ['\\boxed{1,234}', 'so 1234.', '\\boxed{$1234.0$}', '\\boxed{1{,}234}'],
+  ['-5', '\u22125', '\\boxed{\u22125}', '#### **-5**', '12\u2212-5'],
+  ['\\boxed{\\frac13}', '1/3'],
+  ['#### 18.\n', '\\boxed{18}\n#### Check\nit holds', '#### Answer\n18'],
   ['\\boxed{-3}', '-3/1', '\\boxed{-\\frac{6}{2}}'],
   ['\\boxed{0}', '\\boxed{-0}', '0.0'],
   ['\\boxed{X + 1}', '\\boxed{x+1}'],
