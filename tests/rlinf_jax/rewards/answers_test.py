@@ -199,7 +199,6 @@ def test_a_repetitive_last_line_takes_no_time(answer):
       assert time.process_time() - start < 0.5, piece
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
   not os.environ.get('GSM8K_DIR'),
   reason='GSM8K_DIR is not set to the folder of GSM8K.',
