@@ -121,7 +121,7 @@ def _equal_mathematics(text: str, gold: str) -> bool:
 
 
 def _mathematics(text: str) -> list:
-  """What Math-Verify finds last outside of boxes: the mathematics, its text.
+  """The last mathematics outside of boxes that Math-Verify finds, and its text.
 
   Percent signs lose their backslash, and numbers with commas at other places
   than between thousands lose their commas.
@@ -141,7 +141,7 @@ def _mathematics(text: str) -> list:
 
 
 def _stated(text: str) -> str:
-  """What a text says that the answer is, or else its last line."""
+  """The answer that a text states, or else its last line."""
   stated = STATED.findall(text)
   return stated[-1] if stated else _last_line(text)
 

@@ -44,8 +44,8 @@ def find(text: str, *, words: bool = False) -> str | None:
 
   Args:
     text: of a completion.
-    words: whether the answer is in words, so that a line of words without a box
-      is the final answer whatever follows.
+    words: whether the answer is in words. A line of words without a box is then
+      the final answer, even if another line follows.
   """
   marker, box = text.rfind(MARKER), text.rfind('\\boxed')
   if marker <= box:

@@ -8,7 +8,7 @@ import fractions
 import re
 from typing import NamedTuple
 
-# What states one number is short, so that no text takes long to read.
+# A statement of one number is short. The limit bounds the time of a call.
 MAX_CHARACTERS = 200
 
 _TEXT_COMMAND = re.compile(
