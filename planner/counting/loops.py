@@ -201,6 +201,12 @@ class LoopCounter(allocation.Allocation):
     largest, made = max(
       branches, key=lambda pair: (pair[0].flops, pair[0].bytes_moved)
     )
+    # Any of the branches may run, and memory must suffice for it.
+    memory = {
+      name: max(getattr(work, name) for work, _ in branches)
+      for name in ('bytes_alive', 'bytes_gathered', 'bytes_sharded')
+    }
+    largest = dataclasses.replace(largest, **memory)
     return self._repeat(eqn, args, largest, 1, made)
 
   def _forgetful(self, variable):

@@ -105,6 +105,8 @@ def product_flops(eqn) -> float:
   else:  # Grouped filters have the depth of a group already.
     kernel = eqn.invars[1].aval
     each = kernel.size // kernel.shape[numbers.rhs_spec[0]]
+    # In the gradient of a strided convolution, zeros lie between its numbers.
+    each /= math.prod(eqn.params['lhs_dilation'])
   return 2.0 * eqn.outvars[0].aval.size * each
 
 

@@ -104,6 +104,11 @@ class _Cutter:
     cut = cut or [self.runs[v] for v in node.rows if v in self.runs]
     pieces = max(cut, default=self.pieces)
     self.check(node, pieces)
+    if len({*cut}) > 1:
+      numbers = ' and '.join(map(str, cut))
+      raise ValueError(
+        f'{node.name} reads rows that are cut into {numbers} parts.'
+      )
     parts = {v: self.split(v, pieces) for v in sorted(node.rows)}
     for v in set(node.reads) - node.rows:
       self.join(v)

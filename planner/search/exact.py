@@ -102,6 +102,13 @@ class Search:
 
   def run(self) -> result_lib.SearchResult:
     """Searches until the best plan is proved, or time is up."""
+    if not self.choices.cuts:
+      raise ValueError(
+        'The batch cannot pass in any number of pieces of the space: '
+        + ' '.join(
+          f'In {pieces}: {why}' for pieces, why in self.choices.uncut.items()
+        )
+      )
     try:
       self._start()
       self._split_sets()

@@ -133,7 +133,12 @@ def _refusal(step, evaluate, model, result) -> str:
   """Says that there is no plan, whether that is proved, and what would help."""
   devices = result.space.devices
   lines = [f'No plan fits in the memory of {devices} devices (proved).']
-  if not result.proved:
+  if result.proved and not result.infeasible:
+    lines = [
+      f'No mesh of {devices} devices can divide the rows of every stage into '
+      'whole groups (proved).'
+    ]
+  elif not result.proved:
     lines = [
       f'No plan for {devices} devices was found in {PATIENCE:g} s, and it is '
       'not proved that none fits in memory.'

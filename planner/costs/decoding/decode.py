@@ -104,7 +104,7 @@ class DecodeWork:
     speed = speed_lib.decode_speed(self, rows, model, parameters, placement)
     once, again = speed.gather + model.cluster.device.launch_seconds, 0
     if self.engine:
-      each = there * pieces // copies
+      each = math.ceil(there * pieces / copies)  # Rows of the fullest copy.
       ends = _ends(self, speed, each, self.slots(each, ways), copies)
       groups = len(ends)
       last = [math.ceil(groups * k / pieces) - 1 for k in (at, at + 1)]

@@ -149,6 +149,43 @@ def test_a_while_loop_counts_the_iterations_of_its_counter(name):
   assert done.turns == turns  # There may be fewer.
 
 
+@pytest.mark.parametrize('stride, kernel', [(1, 3), (2, 2), (4, 8)])
+def test_both_gradients_of_a_convolution_cost_as_much_as_it_does(
+  stride, kernel
+):
+  """Zeros between the numbers of a strided one's gradient are no work."""
+
+  def conv(k, x):
+    return lax.conv_general_dilated(x, k, (stride, stride), 'VALID')
+
+  size = kernel + 15 * stride  # Windows fit without a rest.
+  args = like(16, 8, kernel, kernel), like(4, 8, size, size)
+  forward = count.work(conv, *args).matmul_flops
+  both = jax.grad(lambda k, x: (conv(k, x) ** 2).sum(), (0, 1))
+  # The gradient of the picture has windows at its edges, too.
+  edges = (size / (16 * stride)) ** 2
+  want = forward * (2 + edges)
+  assert count.work(both, *args).matmul_flops == pytest.approx(want, rel=0.01)
+
+
+def test_a_branch_needs_the_memory_of_the_largest_and_the_work_of_the_longest():
+  def large(x):
+    return jnp.sort(jnp.sort(x[:, None] * x[None], axis=0), axis=1)[0]
+
+  def long(x):
+    y = jnp.outer(x[:16], x[:16])
+    return x + lax.fori_loop(0, 400_000, lambda _, y: y @ y, y)[0, 0]
+
+  def either(p, x):
+    return lax.cond(p, large, long, x)
+
+  x = like(256)
+  found = count.work(either, like(dtype=bool), x)
+  assert found.flops >= count.work(long, x).flops > count.work(large, x).flops
+  least = count.work(large, x).bytes_alive
+  assert found.bytes_alive >= least > 2 * count.work(long, x).bytes_alive
+
+
 def test_only_a_loop_with_another_condition_may_end_early():
   def fn(x):
     return lax.fori_loop(0, 7, lambda _, x: x @ x, x)

@@ -126,3 +126,30 @@ def test_sums_add_up_in_the_order_of_their_rows():
 
 def key():
   return jax.random.key(0)
+
+
+def test_rows_in_different_numbers_of_parts_are_refused():
+  stage = functools.partial(stages.Stage, grain='row')
+  one = stage(lambda x: x + 1, 'one')
+  both = stage(lambda x, y: x + y, 'both')
+  halves = stages.Stage(
+    lambda x: (x[: x.shape[0] // 2], x[x.shape[0] // 2 :]), 'halves', 'split'
+  )
+
+  def step(state, x, y, key):
+    del key
+    first, second = halves(one(x))
+    return state, (both(first, one(y)), second)
+
+  recorded = flow.trace(
+    step,
+    jnp.zeros(()),
+    jnp.zeros((16, 2)),
+    jnp.zeros((8, 2)),
+    jax.random.key(0),
+  )
+  assert cut.cut(recorded, 1)
+  with pytest.raises(
+    ValueError, match='both reads rows .* into .* and .* parts'
+  ):
+    cut.cut(recorded, 2)

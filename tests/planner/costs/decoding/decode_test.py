@@ -9,6 +9,7 @@ import pytest
 from planner.costs import roofline
 from planner.costs.decoding import completions, contexts, decode
 from planner.costs.work import NONE, StageWork, Work
+from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import cut
 from tests.planner.costs import toy_costs as toys
@@ -227,3 +228,26 @@ def test_more_devices_do_not_shorten_the_longest_row():
   four = model.explain(flow, toys.node('act'), toys.spot(('data', 4)))
   tail = decode.longest(LENGTHS, 32) * 1e-3
   assert tail <= four.total.value < one.total.value
+
+
+@pytest.mark.parametrize('rows', [4, 5, 31, 32])
+def test_an_engine_s_fullest_copy_has_the_rows_that_are_left(rows):
+  """Of four copies with one slot each."""
+  engine = decode.DecodeWork([100], STEP, engine=True, max_rows=1)
+  values = [
+    toys.value(*x)
+    for x in (
+      ('p_DF', (64, 256), ('D', 'F')),
+      ('x', (rows, 8), ('B', '')),
+      ('y', (rows, 8), ('B', '')),
+    )
+  ]
+  node = graph.Node(toys.Stage('gen'), (0, 1), (2,), frozenset({1}))
+  flow = graph.Flow((node,), tuple(values), (0, 1), (2,), ())
+  _, model = explained()
+  spent = [
+    engine.seconds(model, flow, node, toys.spot(*axes), rows)
+    for axes in ((), (('data', 4),))
+  ]
+  one, four = (x['steps until rows end'].value for x in spent)
+  assert four / one == pytest.approx(math.ceil(rows / 4) / rows, rel=1e-6)
