@@ -174,6 +174,7 @@ def oft_libero_bindings(folder) -> list[str]:
   return [
     f'MODEL = {str(folder)!r}',
     'DATA_SET = None',
+    'GRIPPER_OPENS = False',
     'ENVIRONMENTS = 8',
     'PROCESSES = 1',
     'instructions.openvla.length = 192',  # A token is a character.

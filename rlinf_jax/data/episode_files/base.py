@@ -41,6 +41,7 @@ class Folder(NamedTuple):
 
   Attributes:
     path: the folder.
+    name: of the data set.
     features: by name.
     episodes: in the order of their numbers.
     tasks: instruction of each task index.
@@ -51,6 +52,7 @@ class Folder(NamedTuple):
   """
 
   path: pathlib.Path
+  name: str
   features: dict[str, Feature]
   episodes: Sequence[Episode]
   tasks: dict[int, str]

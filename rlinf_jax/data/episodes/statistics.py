@@ -5,7 +5,6 @@ means of the quantiles of single episodes.
 """
 
 import functools
-import pathlib
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,8 @@ def norm_stats(
 
   Args:
     folder: a folder that `folders.read` reads.
-    name: of the data set; that of the folder if None.
+    name: of the data set; if None, that of dataset_info.json in RLDS, and that
+      of the folder in LeRobot's format.
     action: name of the feature with actions.
     state: name of the feature with the robot's state; None for none.
 
@@ -54,7 +54,7 @@ def norm_stats(
     }
   entry['num_transitions'] = sum(x.length for x in data.episodes)
   entry['num_trajectories'] = len(data.episodes)
-  return {name or pathlib.Path(folder).resolve().name: entry}
+  return {name or data.name: entry}
 
 
 def openpi(

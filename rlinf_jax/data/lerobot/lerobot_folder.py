@@ -12,6 +12,7 @@ def read(path: pathlib.Path) -> base.Folder:
   data = layout.read(str(path))
   return base.Folder(
     path,
+    path.resolve().name,
     data.features,
     data.episodes,
     data.tasks,

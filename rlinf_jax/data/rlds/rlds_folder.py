@@ -55,13 +55,15 @@ def read(root: pathlib.Path) -> base.Folder:
   described = schema.read(root / FEATURES)
   tasks: dict[str, int] = {}
   found = []
-  for path in _files(root):
+  info = _info(root)
+  for path in _files(root, info):
     for record in records.find(path):
       found.append(_episode(len(found), record, described, tasks))
   if not found:
     raise ValueError(f'{root} has no episodes in its split {SPLIT!r}.')
   return base.Folder(
     root,
+    info['name'],  # That of the folder is a version.
     described.features,
     tuple(found),
     {number: text for text, number in tasks.items()},
@@ -70,12 +72,12 @@ def read(root: pathlib.Path) -> base.Folder:
   )
 
 
-def _files(root: pathlib.Path) -> Iterator[pathlib.Path]:
-  """Yields the files of the split, as dataset_info.json counts them.
+def _info(root: pathlib.Path) -> Mapping[str, Any]:
+  """The content of dataset_info.json, with the name of the data set.
 
   Raises:
-    FileNotFoundError: without dataset_info.json.
-    ValueError: if it does not name TFRecord files of this split.
+    FileNotFoundError: without it.
+    ValueError: if it has no name.
   """
   path = root / INFO
   if not path.is_file():
@@ -84,6 +86,23 @@ def _files(root: pathlib.Path) -> Iterator[pathlib.Path]:
     )
   raw = weights.read_json(path)
   raw = raw if isinstance(raw, Mapping) else {}
+  if not isinstance(raw.get('name'), str):
+    raise ValueError(
+      f'{path} has no name of the data set: copy the whole folder of the '
+      'version.'
+    )
+  return raw
+
+
+def _files(
+  root: pathlib.Path, raw: Mapping[str, Any]
+) -> Iterator[pathlib.Path]:
+  """Yields the files of the split, as dataset_info.json counts them.
+
+  Raises:
+    ValueError: if it does not name TFRecord files of this split.
+  """
+  path = root / INFO
   kind = raw.get('fileFormat') or 'tfrecord'
   if kind != 'tfrecord':
     raise ValueError(
@@ -94,8 +113,7 @@ def _files(root: pathlib.Path) -> Iterator[pathlib.Path]:
   splits = splits if isinstance(splits, list) else []
   known = {x.get('name'): x for x in splits if isinstance(x, Mapping)}
   lengths = known.get(SPLIT, {}).get('shardLengths')
-  name = raw.get('name')
-  if not isinstance(lengths, list) or not isinstance(name, str):
+  if not isinstance(lengths, list):
     raise ValueError(
       f'{path} does not name the files of a split {SPLIT!r}; it has the splits '
       f'{", ".join(map(str, known)) or "none"}.'
@@ -103,7 +121,7 @@ def _files(root: pathlib.Path) -> Iterator[pathlib.Path]:
   template = known[SPLIT].get('filepathTemplate') or NAME
   for shard in range(len(lengths)):
     values = {
-      'DATASET': name,
+      'DATASET': raw['name'],
       'SPLIT': SPLIT,
       'FILEFORMAT': kind,
       'SHARD_X_OF_Y': f'{shard:05d}-of-{len(lengths):05d}',

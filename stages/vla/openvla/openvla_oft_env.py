@@ -61,7 +61,7 @@ def policy(
   return _within_bounds(own, env, config.Z)
 
 
-@settings_lib.passed_to(openvla_oft_files.policy_and_config)
+@settings_lib.passed_to(openvla_oft_files.policy_config_and_stats)
 def pretrained(
   env: env_lib.Env | None,
   *,
@@ -93,7 +93,7 @@ def pretrained(
   Raises:
     ValueError: if the model does not fit the observations or the actions.
   """
-  own, config = openvla_oft_files.policy_and_config(
+  own, config, stats = openvla_oft_files.policy_config_and_stats(
     checkpoint, chunk=chunk, cameras=len(cameras), **settings
   )
   if lora:
@@ -104,6 +104,7 @@ def pretrained(
       openvla_env.check_camera(env, camera)
     instructions.check_env(env, instruction)
     _check(env, config, cameras, read_state)
+    _check_gripper(env, stats)
   observe = functools.partial(_observe, cameras, instruction, read_state)
   own = openvla_env.adapt(own, observe, cameras[0], config.Z)
   return own if env is None else _within_bounds(own, env, config.Z)
@@ -165,6 +166,24 @@ def _check(
     raise ValueError(
       f'The model reads a state of {config.O} numbers, and {state!r} has '
       f'{got}: set O of its config.'
+    )
+
+
+def _check_gripper(env: env_lib.Env, stats: action_tokens.ActionStats):
+  """Refuses a gripper of −1 … 1 where the environment's is 0 … 1.
+
+  The two are opposite: in LIBERO's own data −1 opens it, and in OpenVLA's
+  version of them 1 does, and 0 closes it.
+  """
+  low, high = (np.asarray(x)[-1] for x in action_range.bounds(env))
+  trained = stats.q01[-1], stats.q99[-1]
+  if (low, high) == (0.0, 1.0) and np.allclose(trained, (-1.0, 1.0)):
+    raise ValueError(
+      'The last number of actions, the gripper, is −1 … 1 in the statistics of '
+      'the model, as in data in which −1 opens it, and the environment takes '
+      '0 … 1, where 1 opens it: set gripper_opens = False (GRIPPER_OPENS in '
+      'gin), or name by data_set (DATA_SET) the statistics of data whose '
+      'gripper is 0 … 1.'
     )
 
 

@@ -200,7 +200,7 @@ def load_params(
 
 
 @settings_lib.passed_to(openvla_oft_policy.policy)
-def policy_and_config(
+def policy_config_and_stats(
   checkpoint: str,
   *,
   chunk: int = 8,
@@ -215,8 +215,8 @@ def policy_and_config(
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
   center_crop: bool = False,
   **settings,
-) -> tuple[base.Policy, openvla_oft.Config]:
-  """A policy from a checkpoint, and the model.
+) -> tuple[base.Policy, openvla_oft.Config, action_tokens.ActionStats]:
+  """A policy from a checkpoint, the model, and statistics of its actions.
 
   The robot's state is normalized by the statistics.
 
@@ -270,13 +270,13 @@ def policy_and_config(
     own_params = load_params(checkpoint, config, new_heads=new_heads)
     return params | own_params
 
-  return own._replace(init=init), config
+  return own._replace(init=init), config, stats
 
 
-@settings_lib.passed_to(policy_and_config)
+@settings_lib.passed_to(policy_config_and_stats)
 def policy(checkpoint: str, **settings) -> base.Policy:
-  """A policy from a checkpoint, see `policy_and_config`."""
-  return policy_and_config(checkpoint, **settings)[0]
+  """A policy from a checkpoint, see `policy_config_and_stats`."""
+  return policy_config_and_stats(checkpoint, **settings)[0]
 
 
 def _has_state(norm_stats: Any, data_set: str | None) -> bool:

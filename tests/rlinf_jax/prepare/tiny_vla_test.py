@@ -141,6 +141,37 @@ def test_fine_tuning_raises_success_in_the_push_world(
   assert start < 0.1 and end > 0.5
 
 
+@pytest.mark.parametrize(
+  ('data_set', 'low', 'is_refused'),
+  [('raw', 0.0, True), ('raw', -1.0, False), ('openvla', 0.0, False)],
+)
+def test_a_gripper_of_the_opposite_sign_is_refused(
+  folder, data_set, low, is_refused
+):
+  """LIBERO's own data open by −1, OpenVLA's version of them by 1."""
+  model = str(folder / 'model')
+  encode = functools.partial(instructions.openvla, checkpoint=model, length=24)
+  env = push.push(image_size=32, instructions=encode)
+  raw = {'q01': [-1.0, -1.0], 'q99': [1.0, 1.0]}
+  bits = {'q01': [-1.0, 0.0], 'q99': [1.0, 1.0], 'mask': [True, False]}
+  make = functools.partial(
+    openvla_oft_env.pretrained,
+    env._replace(action_low=(-1.0, low)),
+    checkpoint=model,
+    chunk=1,
+    norm_stats={'raw': {'action': raw}, 'openvla': {'action': bits}},
+    data_set=data_set,
+    critic=False,
+  )
+  if is_refused:
+    with pytest.raises(
+      ValueError, match=r'−1 opens it, .* \(GRIPPER_OPENS in gin'
+    ):
+      make()
+  else:
+    make()
+
+
 def success(workflow, state, seeds):
   info = workflow.evaluate(state, seeds, jax.random.key(1))
   return float(info['eval/success_once'].value()[''])

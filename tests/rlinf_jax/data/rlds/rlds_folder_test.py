@@ -136,6 +136,12 @@ def test_a_missing_file_is_named(tmp_path):
     folders.read(str(folder))
 
 
+def test_statistics_are_named_after_the_data_set(tmp_path):
+  folder = copy(tmp_path)
+  assert folder.name == '1.0.0'
+  assert [*statistics.norm_stats(str(folder))] == ['tiny_push']
+
+
 def test_a_folder_of_versions_is_refused_with_the_newest(tmp_path):
   copy(tmp_path)
   with pytest.raises(FileNotFoundError, match=r'of one, such as .*/1\.0\.0'):

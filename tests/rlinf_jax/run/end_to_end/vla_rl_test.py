@@ -53,6 +53,7 @@ def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
     [
       f'MODEL = {str(model)!r}',
       'DATA_SET = None',
+      'GRIPPER_OPENS = False',
       'STEPS = 1',
       'ENVIRONMENTS = 2',
       'EVAL_ENVIRONMENTS = 1',
