@@ -1,8 +1,10 @@
 """LIBERO as an `Env`: manipulation tasks with fixed initial states.
 
 Environment i runs the task i // `group_size`, modulo the number of tasks given.
-The episode of a seed starts in the initial state of that number, modulo how
-many there are: seeds 0 … 49 are the benchmark's own fifty attempts.
+The episode of a seed s starts in the initial state s // n modulo how many there
+are, of n tasks: of as many seeds in a row as n tasks have states, each task has
+every state once. With one task, seeds 0 … 49 are the benchmark's own fifty
+attempts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -109,7 +111,22 @@ def make(
       f'LIBERO has the cameras {" and ".join(CAMERAS)}, and no {unknown[0]!r}.'
     )
   view = View(tuple(cameras), image_size, fast_rendering, as_published, prompt)
-  return Libero(suite, names[task], horizon, view, gripper_opens)
+  return Libero(suite, names[task], horizon, view, gripper_opens, len(task_ids))
+
+
+def initial_state(seed: int, num_tasks: int, num_states: int) -> int:
+  """The number of the initial state in which the episode of a seed starts.
+
+  Neighboring environments have the seeds s, s + 1, … and different tasks. So a
+  task gets every n-th seed of n tasks, and the state goes by the number of the
+  attempt, s // n: by s alone, a task would start in one of n states only.
+
+  Args:
+    seed: s, of the episode.
+    num_tasks: n, which environments have in turn.
+    num_states: initial states of the task.
+  """
+  return seed // num_tasks % num_states
 
 
 class View(NamedTuple):
@@ -140,6 +157,7 @@ class Libero:
     horizon: int,
     view: View,
     gripper_opens: bool = False,
+    num_tasks: int = 1,
   ):
     """Builds the scene and reads its initial states."""
     import libero.libero as package
@@ -166,7 +184,7 @@ class Libero:
     text = libero_files.instruction(name).encode()[:INSTRUCTION_SIZE]
     self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
     low, high = map(np.float32, self._env.env.action_spec)
-    self._gripper_opens = gripper_opens
+    self._gripper_opens, self._num_tasks = gripper_opens, num_tasks
     if gripper_opens:
       low[-1] = 0.0
     self._renderer = None
@@ -182,7 +200,8 @@ class Libero:
     self._time, self._draws = 0, False
     np.random.seed(seed)  # LIBERO samples from the global generator.
     self._env.reset()
-    obs = self._env.set_init_state(self._states[seed % len(self._states)])
+    state = initial_state(seed, self._num_tasks, len(self._states))
+    obs = self._env.set_init_state(self._states[state])
     if self._view.cameras and self._view.fast_rendering:
       _leave_out_shadows(self._env.sim._render_context_offscreen.scn)
     for left in reversed(range(SETTLE_STEPS)):

@@ -5,13 +5,15 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
 import claims
 from rlinf_jax.envs import env_pool, libero, libero_files, simulator
 from rlinf_jax.prepare import libero_script
-from stages.envs import demonstrations
+from stages.envs import demonstrations, seed_source
+from stages.envs.rollouts import rollout
 
 pytest.importorskip(
   'libero', reason='LIBERO is not installed: say `make robots`.'
@@ -43,13 +45,13 @@ def make():
 def test_every_task_builds_resets_and_steps(make, suite):
   pool = make(10, suite=suite, task_ids=range(10), step_timeout=300.0)
   observations = []
-  for seed in (0, 1, 50):
+  for seed in (0, 10, 500):  # Of ten tasks, the attempts 0, 1 and 50.
     token, obs = pool.init(10 * [seed])
     token, timestep = pool.step(token, np.tile(HOLD, (10, 1)))
     assert np.isfinite(timestep.obs).all()
     assert not timestep.reward.any() and not timestep.env_failed.any()
     observations.append(obs)
-  # 50 is 0 again, of fifty initial states.
+  # The attempt 50 is 0 again, of fifty initial states.
   np.testing.assert_array_equal(observations[0], observations[2])
   assert (observations[0] != observations[1]).any(1).all()
 
@@ -209,3 +211,26 @@ def test_adjacent_environments_of_a_group_have_one_task(monkeypatch):
   monkeypatch.setattr(libero, 'Libero', lambda suite, name, *_: name)
   names = [libero.make(i, 's', task_ids=(0, 2), group_size=2) for i in range(6)]
   assert names == ['a', 'a', 'c', 'c', 'a', 'a']
+
+
+@pytest.mark.parametrize('tasks, held_out_batch', [(10, 10), (10, 50), (1, 25)])
+def test_an_evaluation_starts_in_every_initial_state_once(
+  tasks, held_out_batch
+):
+  source = seed_source.seeds(held_out=50 * tasks, held_out_batch=held_out_batch)
+  started = [[] for _ in range(tasks)]
+  for seeds in source.held_out():
+    for i, seed in enumerate(seeds.tolist()):
+      started[i % tasks].append(libero.initial_state(seed, tasks, 50))
+  assert [sorted(x) for x in started] == [[*range(50)]] * tasks
+
+
+def test_training_starts_in_every_initial_state_as_often():
+  n = 40_000
+  draw = rollout.draw_seeds(n, group_size=2)
+  seeds = np.asarray(draw(jax.random.key(0)))
+  states = libero.initial_state(seeds, 10, 50).reshape(n, 2)
+  assert (states[:, 0] == states[:, 1]).all()  # Those of a group agree.
+  counts = np.bincount(states[:, 0], minlength=50)
+  # Six standard deviations, of 50 counts.
+  assert np.abs(counts - n / 50).max() < 6 * np.sqrt(n / 50)
