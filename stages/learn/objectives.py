@@ -67,8 +67,11 @@ def policy(
     if mask_truncated:
       x = x._replace(mask=finished_mask(x.mask, x.truncated))
     now = evaluate(params, x)
-    # Log-probabilities of padding are arbitrary, and ∞ · 0 is NaN.
-    now = now._replace(logp=jnp.where(x.mask > 0, now.logp, 0.0))
+    # Scores of padding are arbitrary, and ∞ · 0 is NaN.
+    now = now._replace(
+      logp=jnp.where(x.mask > 0, now.logp, 0.0),
+      entropy=jnp.where(x.mask > 0, now.entropy, 0.0),
+    )
     loss_BT, ratio_info = clipped(now.logp, x)
     info = {
       'train/policy_loss': aggregate(loss_BT, x.mask),

@@ -34,6 +34,24 @@ def test_log_probs_of_padding_do_not_enter_the_loss():
     tiny.assert_same_bits(got, want)
 
 
+def test_entropies_of_padding_do_not_enter_the_loss():
+  mask = np.array([[1.0, 1.0, 0.0]], np.float32)
+  x = base.Experience(
+    (), np.ones((1, 3), np.int32), -mask, mask, (), advantage=mask
+  )
+
+  def loss(of_padding):
+    def evaluate(params, x):
+      entropy_BT = jnp.array([[0.5, 0.7, of_padding]])
+      return base.Evaluation(params, entropy_BT)
+
+    f = objectives.policy(evaluate, entropy_coef=0.1)
+    means, info, *_ = f(-jnp.ones((1, 3)), x, ())
+    return means, info['train/entropy']
+
+  tiny.assert_same_bits(loss(jnp.nan), loss(0.0))
+
+
 def _corrected(
   logp,
   proximal,
