@@ -16,8 +16,9 @@ class Placement:
   """A set of devices as a mesh, such as devices 0-3 as `(('data', 4),)`.
 
   Attributes:
-    devices: indices of devices.
-    axes: names and sizes of the mesh axes; none for a single device.
+    devices: indices of devices, from 0.
+    axes: names, all different, and sizes of the mesh axes; none for a single
+      device.
     processes: number of processes that divide the devices evenly, in order,
       where places are processes. It is 1 where places are threads.
   """
@@ -33,6 +34,7 @@ class Placement:
         f'A place of {count} devices needs mesh axes, such as '
         f"(('data', {count}),)."
       )
+    self._check_axes()
     need = math.prod(size for _, size in self.axes)
     if count != need:
       raise ValueError(
@@ -41,6 +43,10 @@ class Placement:
       )
     if len(set(self.devices)) < count:
       raise ValueError(f'A place of {self.devices} names a device twice.')
+    if min(self.devices) < 0:
+      raise ValueError(
+        f'A place has device {min(self.devices)}: devices are numbered from 0.'
+      )
     if self.processes < 1:
       raise ValueError(
         f'A place cannot be of {self.processes} processes: give 1 or more.'
@@ -49,6 +55,21 @@ class Placement:
       raise ValueError(
         f'{self.processes} processes cannot divide {count} devices evenly: '
         'choose a number of processes that divides it.'
+      )
+
+  def _check_axes(self):
+    for axis in self.axes:
+      match axis:
+        case (str(), int(size)) if size >= 1:
+          continue
+      raise ValueError(
+        f'A place has the mesh axis {axis!r}: give a name and a whole number '
+        "of 1 or more, such as ('data', 2)."
+      )
+    if len({name for name, _ in self.axes}) < len(self.axes):
+      raise ValueError(
+        f'A place has the axes {self.axes}, two of one name: give each axis '
+        'once, with its whole size.'
       )
 
   def __str__(self):
@@ -223,7 +244,8 @@ class Plan:
 
 
 # The types of a sketch's fields, in words, with an example.
-_Items = list | tuple
+_Names = list[str] | tuple[str, ...]
+_Pair = list[str | int] | tuple[str, int]
 _PLAN_TYPES = {
   'places': (
     Mapping[str, Mapping[str, Any]],
@@ -238,9 +260,9 @@ _PLAN_TYPES = {
     "a number of rows for each stage, such as {'gradient': 8}",
   ),
   'pieces': (int, 'a whole number, such as 4'),
-  'offload': (_Items, "a list of stages, such as ['apply']"),
-  'shared_devices': (_Items, "a list of places, such as ['actor', 'learner']"),
-  'order': (_Items, 'a list that a search has written'),
+  'offload': (_Names, "a list of stages, such as ['apply']"),
+  'shared_devices': (_Names, "a list of places, such as ['actor', 'learner']"),
+  'order': (list | tuple, 'a list that a search has written'),
   'remat': (
     Mapping[str, str],
     "a policy for each stage, such as {'gradient': 'nothing_saveable'}",
@@ -256,7 +278,10 @@ _PLACE_TYPES = {
     list[int] | tuple[int, ...],
     'a list of device numbers, such as [0, 1]',
   ),
-  'axes': (_Items, "a list of pairs, such as [['data', 2]]"),
+  'axes': (
+    list[_Pair] | tuple[_Pair, ...],
+    "a list of pairs, such as [['data', 2]]",
+  ),
   'processes': (int, 'a whole number, such as 2'),
 }
 REST = '*'  # In a sketch, stands for every stage that is not named.
@@ -278,7 +303,7 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
     ValueError: for an unknown field, a value of another type, an unknown stage,
       or an invalid plan.
   """
-  _check_fields('plan', sketch, _PLAN_TYPES)
+  check_fields(sketch)
   places = {
     name: _placement(name, place)
     for name, place in sketch.get('places', {'all': {}}).items()
@@ -310,22 +335,32 @@ def parse(sketch: Mapping[str, Any], stages: Iterable[str] = ()) -> Plan:
   )
 
 
+def check_fields(sketch: Mapping[str, Any]):
+  """Refuses unknown fields of a sketch, and values of other types."""
+  _check_fields('plan', sketch, _PLAN_TYPES)
+
+
 def _order(sketch) -> Order:
   """Reads an order from lists of numbers and of pairs."""
-  return tuple(
-    i if isinstance(i, int) else (i[0], _order(i[1])) for i in sketch
+  return tuple(map(_ordered, sketch))
+
+
+def _ordered(item):
+  match item:
+    case int():
+      return item
+    case (int(loop), list(body) | tuple(body)):
+      return loop, _order(body)
+  raise ValueError(
+    f'The order of a plan has {item!r:.60}, which is neither the number of a '
+    'node nor a pair of one and the order of its body: leave `order` out.'
   )
 
 
 def _placement(name: str, sketch) -> Placement:
   """Completes the sketch of a placement."""
   _check_fields(f'place {name!r}', sketch, _PLACE_TYPES)
-  try:
-    axes = tuple((axis, int(size)) for axis, size in sketch.get('axes', ()))
-  except (TypeError, ValueError):
-    raise _wrong_field(
-      f'place {name!r}', 'axes', sketch, _PLACE_TYPES
-    ) from None
+  axes = tuple(map(tuple, sketch.get('axes', ())))
   devices = tuple(sketch.get('devices', (0,)))
   return Placement(devices, axes, sketch.get('processes', 1))
 
@@ -345,13 +380,9 @@ def _check_fields(noun: str, sketch, types: Mapping[str, tuple[Any, str]]):
         collection_check_strategy=typeguard.CollectionCheckStrategy.ALL_ITEMS,
       )
     except typeguard.TypeCheckError:
-      raise _wrong_field(noun, field, sketch, types) from None
-
-
-def _wrong_field(noun, field, sketch, types) -> ValueError:
-  return ValueError(
-    f'A {noun} has {field} {sketch[field]!r:.60}: give {types[field][1]}.'
-  )
+      raise ValueError(
+        f'A {noun} has {field} {value!r:.60}: give {types[field][1]}.'
+      ) from None
 
 
 def one_place(

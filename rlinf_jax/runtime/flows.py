@@ -140,6 +140,7 @@ def read_plan(
   step, evaluate = flows
   stages = dict.fromkeys((*step.stages, *evaluate.stages))
   if plan and ignore_others:
+    plan_lib.check_fields(plan)
     plan = _of_stages(plan, {*stages, plan_lib.REST})
   return plan_lib.parse(plan or {}, stages)
 

@@ -96,6 +96,33 @@ def test_a_device_named_twice_is_refused():
     plan.Placement((0, 0), (('data', 2),))
 
 
+def test_negative_devices_are_refused():
+  with pytest.raises(ValueError, match='has device -1: devices are numbered'):
+    plan.parse({'places': {'a': {'devices': [-1]}, 'b': {'devices': [3]}}})
+
+
+@pytest.mark.parametrize(
+  'axes',
+  [
+    [['data', -2], ['fsdp', -1]],
+    [['data', 0]],
+    [['data', 2, 1]],
+    [['data']],
+    [[2, 'data']],
+    [[7, 2]],
+  ],
+)
+@pytest.mark.parametrize('devices', [[], [0, 1]])
+def test_axes_are_names_with_sizes_of_one_or_more(axes, devices):
+  with pytest.raises(ValueError, match='mesh axis .* of 1 or more'):
+    plan.parse({'places': {'a': {'devices': devices, 'axes': axes}}})
+
+
+def test_two_axes_of_one_name_are_refused():
+  with pytest.raises(ValueError, match='two of one name'):
+    plan.Placement((0, 1, 2, 3), (('data', 2), ('data', 2)))
+
+
 @pytest.mark.parametrize('processes', [3, 8])
 def test_processes_that_do_not_divide_the_devices_are_refused(processes):
   with pytest.raises(
@@ -281,12 +308,40 @@ def test_only_places_of_one_process_share_devices():
       {'offload': 'apply'},
       "A plan has offload 'apply': give a list of stages, such as ['apply'].",
     ),
+    (
+      {'offload': [['apply']]},
+      "A plan has offload [['apply']]: give a list of stages, such as "
+      "['apply'].",
+    ),
+    (
+      {'shared_devices': [3]},
+      'A plan has shared_devices [3]: give a list of places, such as '
+      "['actor', 'learner'].",
+    ),
+    (
+      {'places': {'a': {'devices': [0, 1], 'axes': ['a2']}}},
+      "A place 'a' has axes ['a2']: give a list of pairs, such as "
+      "[['data', 2]].",
+    ),
+    (
+      {'places': {'a': {'devices': [0, 1], 'axes': [['data', 2.9]]}}},
+      "A place 'a' has axes [['data', 2.9]]: give a list of pairs, such as "
+      "[['data', 2]].",
+    ),
   ],
 )
 def test_values_of_other_types_are_refused(sketch, message):
   with pytest.raises(ValueError) as error:
     plan.parse(sketch, ['gradient', 'apply'])
   assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+  'order', [['a'], [None], [[1]], [1, [0, 'a']], [[1, 2]]]
+)
+def test_an_order_of_anything_but_numbers_and_pairs_is_refused(order):
+  with pytest.raises(ValueError, match='The order of a plan has'):
+    plan.parse({'order': order}, ['gradient'])
 
 
 def test_every_field_has_a_type_that_is_checked():

@@ -83,3 +83,11 @@ def test_a_plan_for_training_serves_an_evaluation():
   assert plan.micro_batch == {'judge': 2} and plan.pieces == 1
   assert plan.compiler_options == {'judge': options}
   assert not plan.remat and not plan.offload
+
+
+@pytest.mark.parametrize('field', ['stages', 'micro_batch', 'offload'])
+@pytest.mark.parametrize('ignore_others', [False, True])
+def test_a_field_of_another_type_is_refused_by_name(field, ignore_others):
+  flow = types.SimpleNamespace(stages=('generate',))
+  with pytest.raises(ValueError, match=f'A plan has {field} 3: give'):
+    flows.read_plan({field: 3}, (flow, flow), ignore_others=ignore_others)
