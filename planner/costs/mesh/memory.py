@@ -330,13 +330,20 @@ def _spans(flow, here, carried) -> dict[int, tuple[int, int]]:
         first, _ = spans.get(v, (i, i))
         spans[v] = first, i
   made = {v for i in here for v in flow.nodes[i].writes}
+  last_read = {}  # Of the old values that a value succeeds.
   for start, finish in flow.carry:
-    if start in carried and start != finish and finish in made:
+    if start in carried and start != finish:
       last = max(flow.readers.get(start, (-1,)))
-      if last <= flow.maker[finish]:
-        spans.pop(finish, None)  # It replaces the old value in memory.
-      else:
-        spans[finish] = spans[finish][0], end
+      last_read[finish] = max(last, last_read.get(finish, -1))
+  for finish, last in last_read.items():
+    first = flow.maker.get(finish, -1)
+    if finish in made and last <= first:
+      spans.pop(finish, None)  # It replaces the old value in memory.
+    elif finish in made:
+      spans[finish] = spans[finish][0], end
+    elif finish not in carried and any(first < i <= last for i in here):
+      # Another place sends it as soon as it has it, and the old one is in use.
+      spans[finish] = min(first + 1, spans.get(finish, (end,))[0]), end
   for v in flow.outputs:
     if v in spans and v in made:
       spans[v] = spans[v][0], end

@@ -2,15 +2,20 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from planner.costs import roofline
 from planner.costs.mesh import call_memory
 from planner.costs.mesh import layout as layout_lib
 from planner.counting import count
+from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from sharding import rules, slices
+import stages
 from stages import workflows
 from stages.language import language_model
 from tests.planner.costs import toy_costs
@@ -155,3 +160,57 @@ def test_a_device_that_decodes_has_all_that_it_makes_of_parameters(dtype, item):
   gathered = tables if dtype == 'float32' else 0
   assert shared['gathered parameters'] == gathered
   assert not alone['gathered parameters']
+
+
+# Values that succeed others.
+
+
+def two_versions(*, learn_from: int):
+  """A state of two versions of 1 MiB: one is learned from, the other acts."""
+  act = stages.Stage(lambda w, x: x + w[0, 0], 'act', unbatched=(0,))
+  gradient = stages.Stage(
+    lambda w, x: jnp.sum(x) * w, 'gradient', 'sum', unbatched=(0,)
+  )
+  apply = stages.Stage(lambda w, g: w - g, 'apply', 'batch')
+
+  def step(state, x, key):
+    del key
+    new = apply(state[learn_from], gradient(state[learn_from], x))
+    y = act(state[1 - learn_from], x)
+    return (state[1] if learn_from else new, new), y
+
+  w = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  return flow_lib.trace(
+    step, (w, w), jax.ShapeDtypeStruct((8, 2), jnp.float32), key
+  )
+
+
+def peaks(flow, chosen):
+  model = roofline.Roofline(
+    flow, count.of_flow(flow), toy_costs.TOYS, rules.DEFAULT
+  )
+  return {
+    name: max(model.memory(flow, chosen, name).values()) / 2**20
+    for name in chosen.places
+  }
+
+
+def test_the_next_version_comes_while_the_older_one_acts():
+  """The learner sends it as the step begins, whatever the actor does."""
+  flow = two_versions(learn_from=1)
+  chosen = plan_lib.parse(
+    {
+      'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
+      'stages': {'act': 'actor', '*': 'learner'},
+    },
+    flow.stages,
+  )
+  assert peaks(flow, chosen)['actor'] == pytest.approx(2, abs=0.01)
+
+
+def test_an_update_that_is_kept_twice_has_a_memory():
+  flow = two_versions(learn_from=0)
+  (peak,) = peaks(flow, plan_lib.one_place(flow.stages)).values()
+  # Two versions, and the gradient.
+  assert peak >= 3
