@@ -77,6 +77,14 @@ class Link:
   latency_seconds: float
   bandwidth: float
 
+  def __post_init__(self):
+    if not (self.latency_seconds >= 0 and self.bandwidth > 0):
+      raise ValueError(
+        f'A link has a latency of {self.latency_seconds} seconds and a '
+        f'bandwidth of {self.bandwidth} bytes per second: give 0 or more, and '
+        'more than 0.'
+      )
+
   def seconds(self, size: float, messages: float = 1.0) -> float:
     """Returns the time of `size` bytes in consecutive messages."""
     return messages * self.latency_seconds + size / self.bandwidth
@@ -197,22 +205,22 @@ class Cluster:
     """Reads a cluster from JSON.
 
     Raises:
-      ValueError: for a field that is unknown or missing.
+      ValueError: for a field that is unknown or missing, or no dictionary.
     """
-    plain = json.loads(text)
-    for key, kind in PARTS.items():
-      if key in plain:
-        plain[key] = _read(kind, plain[key])
-    return _read(cls, plain)
+    return _read(cls, json.loads(text))
 
 
 PARTS = {'device': Device, 'intra_node': Link, 'inter_node': Link}
 
 
 def _read(kind, plain):
-  """Builds a dataclass from a dictionary and checks its fields."""
+  """Builds a dataclass, and those in it, from dictionaries of their fields."""
   fields = dataclasses.fields(kind)
   known = [field.name for field in fields]
+  if not isinstance(plain, dict):
+    raise ValueError(
+      f'A {kind.__name__} is {plain!r:.40}: give a dictionary of {known}.'
+    )
   needed = {f.name for f in fields if f.default is dataclasses.MISSING}
   wrong = {
     'has no': sorted(plain.keys() - set(known)),
@@ -221,4 +229,7 @@ def _read(kind, plain):
   for what, names in wrong.items():
     if names:
       raise ValueError(f'A {kind.__name__} {what} {names}: it has {known}.')
-  return kind(**plain)
+  parts = {
+    name: _read(PARTS[name], plain[name]) for name in PARTS if name in plain
+  }
+  return kind(**plain | parts)

@@ -68,7 +68,15 @@ def algorithm1(
   Raises:
     deadline.TimeUp: if time is up before it has ended. Without all divisions of
       the devices, its plan is not known.
+    ValueError: if the space needs several places. The algorithm compares every
+      part on a place with all cuts of the part.
   """
+  if space.min_places > 1:
+    raise ValueError(
+      f'Algorithm 1 cannot search plans of {space.min_places} places or more: '
+      'it compares cuts with a single place. Set min_places = 1, or use '
+      '`exact.search`.'
+    )
   choices = choices_lib.Choices(flow, model, space, deadline)
   best, ranked, tried = None, [], 0
   for cut in choices.cuts.values():

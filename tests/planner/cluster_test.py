@@ -1,6 +1,7 @@
 """Clusters are plain data, and every file of them can be read."""
 
 import json
+import math
 import pathlib
 import re
 
@@ -125,6 +126,23 @@ def test_invalid_numbers_of_devices_are_refused(changes, words):
 def test_a_device_without_bandwidth_is_refused():
   with pytest.raises(ValueError, match=r"\['memory_bandwidth'\] of \[0\]"):
     cluster.Device('d', {'float32': 1e9}, 1e8, 1e9, 0, 1e7)
+
+
+@pytest.mark.parametrize('latency, bandwidth', [(0, 0), (-1, 1), (0, math.nan)])
+def test_a_link_without_bandwidth_or_of_negative_latency_is_refused(
+  latency, bandwidth
+):
+  with pytest.raises(ValueError, match=f'A link .* of {latency} .*{bandwidth}'):
+    cluster.Link(latency, bandwidth)
+
+
+@pytest.mark.parametrize('part', ['Cluster', *cluster.PARTS])
+def test_json_that_is_no_dictionary_is_refused(part):
+  plain = [1] if part == 'Cluster' else json.loads(small().to_json())
+  if part != 'Cluster':
+    plain[part] = [1]
+  with pytest.raises(ValueError, match=r'A \w+ is \[1\]: give a dictionary'):
+    cluster.Cluster.from_json(json.dumps(plain))
 
 
 def test_json_with_unknown_or_missing_fields_is_refused():

@@ -16,8 +16,10 @@ def meshes(
 ) -> Sequence[layout_lib.Axes]:
   """Returns the meshes that a place of some stages may have, if any.
 
-  Axes without rows stay within a node, as they communicate in every layer. So
-  does an engine outside JAX, which belongs to one process.
+  Axes without rows stay within a node, as they communicate in every layer. They
+  are the innermost, so that on several nodes the product of their sizes must
+  divide `devices_per_node`. An engine outside JAX stays within a node, too, as
+  it belongs to one process.
 
   Args:
     flows: those of a step, and of an evaluation where there is one, whose
@@ -46,12 +48,16 @@ def meshes(
   names = list(layout.of_rows[:1])
   names += [a for a in layout.of_rows[1:] if a in wanted]
   inner = sorted(wanted - set(layout.of_rows))
-  most = dict.fromkeys(inner, devices_per_node)
-  found = layout_lib.meshes(devices, (*names, *inner), most)
+  found = layout_lib.meshes(devices, (*names, *inner))
   return tuple(
     axes
     for axes in found
-    if all(fits(flow, layout, stages, axes) for flow in flows)
+    if (
+      devices <= devices_per_node
+      or not devices_per_node
+      % math.prod(n for _, n in layout.without_rows(axes))
+    )
+    and all(fits(flow, layout, stages, axes) for flow in flows)
   )
 
 

@@ -6,7 +6,6 @@ is sharded over those axes of its letter that the mesh has.
 
 from collections.abc import Mapping
 import functools
-import itertools
 import math
 
 Rules = Mapping[str, str | tuple[str, ...]]
@@ -76,22 +75,19 @@ def along(devices, axes: Axes, axis: str) -> list[tuple[int, ...]]:
   ]
 
 
-def meshes(devices: int, names: tuple[str, ...], most: Mapping[str, int]):
+def meshes(devices: int, names: tuple[str, ...]) -> list[Axes]:
   """Lists every mesh of some axes, without axes of size one.
 
   Args:
     devices: number of devices.
     names: names of axes, the outermost first.
-    most: the largest size of an axis; any size if it is not named.
   """
-  if devices == 1:
-    return [()]
-  divisors = [n for n in range(1, devices + 1) if devices % n == 0]
-  sizes = [
-    [n for n in divisors if n <= most.get(name, devices)] for name in names
-  ]
+  if not names:
+    return [()] if devices == 1 else []
+  name, *others = names
   return [
-    tuple((name, n) for name, n in zip(names, some, strict=True) if n > 1)
-    for some in itertools.product(*sizes)
-    if math.prod(some) == devices
+    ((name, n),) * (n > 1) + rest
+    for n in range(1, devices + 1)
+    if devices % n == 0
+    for rest in meshes(devices // n, tuple(others))
   ]

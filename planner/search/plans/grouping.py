@@ -26,8 +26,13 @@ def groups(flow, together) -> list[tuple[str, ...]]:
   """Returns the stages in groups that share a place, in the flow's order.
 
   Raises:
-    ValueError: for stages that the flow does not have.
+    ValueError: for stages that the flow does not have, and for no stages.
   """
+  if not flow.stages:
+    raise ValueError(
+      'The flow has no stages, so that no plan can be searched for it: record '
+      'a step that calls one stage or more.'
+    )
   strange = sorted({s for some in together for s in some} - {*flow.stages})
   if strange:
     raise ValueError(

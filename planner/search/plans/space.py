@@ -57,6 +57,12 @@ class Space:
       if isinstance(value, dict):
         pairs = tuple((s, tuple(options)) for s, options in value.items())
         object.__setattr__(self, field, pairs)
+      empty = [stage for stage, options in getattr(self, field) if not options]
+      if empty:
+        raise ValueError(
+          f'A space has no {field} to choose from for {empty}: leave them out '
+          'or give one option or more.'
+        )
     if self.unit < 1 or self.devices < self.unit:
       raise ValueError(
         f'A space of {self.devices} devices has no place of {self.unit}: '

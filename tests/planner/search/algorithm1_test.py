@@ -20,6 +20,12 @@ def test_algorithm_1_pipelines_as_its_formula_says():
   assert (found.bound, found.gap) == (None, None)
 
 
+def test_algorithm_1_refuses_spaces_without_a_single_place():
+  flow, model = toys.line({'a': 1.0, 'b': 1.0})
+  with pytest.raises(ValueError, match='plans of 2 places or more'):
+    algorithm1.algorithm1(flow, model, space_lib.Space(4, min_places=2))
+
+
 def test_algorithm_1_treats_a_cycle_as_one_stage():
   # An update between two gradients: one cannot be cut from the other.
   flow = toys.build(

@@ -4,12 +4,19 @@ import math
 
 import jax
 from jax.sharding import NamedSharding
+import numpy as np
 import pytest
 
 from planner import cluster
 from planner.costs import roofline
-from planner.costs.mesh import call_memory, collectives, layout
+from planner.costs.mesh import (
+  allowed_meshes,
+  call_memory,
+  collectives,
+  layout,
+)
 from planner.counting import count
+from planner.ir import graph
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import place as place_lib
 from sharding import mesh as mesh_lib
@@ -17,6 +24,7 @@ from sharding import rules
 from stages import workflows
 from stages.learn import optimizers
 import tiny
+import toys
 
 DEVICE = cluster.Device(
   'toy', {'bfloat16': 1e12, 'float32': 5e11}, 1e11, 1e9, 1e11, 1e10
@@ -46,7 +54,11 @@ def works(flow):
 @pytest.mark.parametrize('devices', [1, 2, 4, 6, 8])
 def test_the_meshes_offered_are_those_that_places_accept(flow, works, devices):
   m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)
-  every = layout.meshes(devices, ('data', 'fsdp', 'tensor'), {'tensor': 4})
+  every = [
+    axes
+    for axes in layout.meshes(devices, ('data', 'fsdp', 'tensor'))
+    if dict(axes).get('tensor', 1) <= 4
+  ]
 
   def accepted(axes):
     placement = plan_lib.Placement(tuple(range(devices)), axes)
@@ -83,6 +95,39 @@ def test_stages_without_dimension_letters_allow_data_parallelism_alone(
 ):
   m = roofline.Roofline(flow, works, TOYS, rules.DEFAULT)
   assert m.axes(('reward',), 4) == ((('data', 4),),)
+
+
+@pytest.mark.parametrize(
+  'devices, per_node', [(4, 4), (6, 8), (16, 4), (24, 8), (24, 12)]
+)
+def test_axes_without_rows_stay_within_a_node(devices, per_node):
+  """By the nodes of each group of devices that differ in those axes alone."""
+  there = layout.Layout(rules.DEFAULT)
+  array = graph.Value('x', (24, 24), np.dtype('float32'), ('E', 'F'))
+  flow = graph.Flow(
+    (graph.Node(toys.Stage('a', 'batch'), (0,), (1,), frozenset()),),
+    (array, array),
+    (0,),
+    (1,),
+    (),
+  )
+  found = allowed_meshes.meshes([flow], there, per_node, ('a',), devices)
+
+  def stays(axes):
+    sizes = [n for _, n in axes]
+    ids = np.arange(devices).reshape(sizes)
+    of_rows = [i for i, (axis, _) in enumerate(axes) if axis in there.of_rows]
+    rows = math.prod(sizes[i] for i in of_rows)
+    groups = np.moveaxis(ids, of_rows, range(len(of_rows))).reshape(rows, -1)
+    return all(len({*(group // per_node)}) == 1 for group in groups)
+
+  fitting = [
+    axes
+    for axes in layout.meshes(devices, ('data', 'expert', 'tensor'))
+    if all(24 % n == 0 for axis, n in axes if axis != 'data')
+  ]
+  assert sorted(found) == sorted(filter(stays, fitting))
+  assert len(found) > 1
 
 
 def test_device_groups_along_an_axis():

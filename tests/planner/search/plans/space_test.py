@@ -8,8 +8,9 @@ import pytest
 from planner import cluster as cluster_lib
 from planner.costs import roofline
 from planner.counting import count
+from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.search import exact
+from planner.search import algorithm1, exact
 from planner.search.plans import space as space_lib
 from sharding import rules
 import stages
@@ -32,6 +33,8 @@ def test_a_space_can_be_written_as_json():
     ({'devices': 4, 'unit': 8}, 'no place of 8'),
     ({'devices': 4, 'max_places': 0}, '1 to 0 places'),
     ({'devices': 4, 'pieces': ()}, 'no plan'),
+    ({'devices': 4, 'micro_batch': {'a': ()}}, r"no micro_batch .* \['a'\]"),
+    ({'devices': 4, 'remat': (('a', ()),)}, r"no remat .* \['a'\]"),
   ],
 )
 def test_a_space_without_plans_is_refused(kwargs, why):
@@ -44,6 +47,13 @@ def test_unknown_stages_are_refused():
   for strange in ({'colocated': (('a', 'z'),)}, {'offload': ('z',)}):
     with pytest.raises(ValueError, match=r"\['z'\].*'a', 'b'"):
       exact.search(flow, model, space_lib.Space(2, **strange))
+
+
+@pytest.mark.parametrize('search', [exact.search, algorithm1.algorithm1])
+def test_a_flow_without_stages_is_refused(search):
+  empty = graph.Flow((), (toys.value(),), (0,), (0,), ())
+  with pytest.raises(ValueError, match='has no stages'):
+    search(empty, toys.Synthetic({}), space_lib.Space(3))
 
 
 def cluster(devices=1, memory=1e9):
