@@ -7,6 +7,7 @@ device as a whole. Other values are restored before a stage and offloaded after
 it.
 """
 
+import collections
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,7 +18,9 @@ from planner.ir import graph
 def private(flow: graph.Flow, names) -> dict[int, int]:
   """Returns the carried values that only the stages `names` read.
 
-  Nodes that only move rows count as the readers of their results.
+  Nodes that only move rows count as the readers of their results. A value that
+  is kept under another carried value, too, such as the number of updates of a
+  version that acts in the next step, is read there by others.
 
   Returns:
     The id at the end of the step, by the id at its start.
@@ -34,10 +37,15 @@ def private(flow: graph.Flow, names) -> dict[int, int]:
     return found
 
   names = set(names)
+  kept = collections.Counter(end for _, end in flow.carry)
   return {
     start: end
     for start, end in flow.carry
-    if names and (some := readers(start)) and some <= names
+    if names
+    and (some := readers(start))
+    and some <= names
+    and kept[end] == 1
+    and (start == end or not kept[start])
   }
 
 

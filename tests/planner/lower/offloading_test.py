@@ -1,9 +1,12 @@
 """Values in host memory: which a call updates there, and which move."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
-from planner.ir import plan
+from planner.ir import flow, plan
 from planner.lower import offloading, passes, program
+import stages
 from tests.planner.lower import lowered_flows
 
 
@@ -63,3 +66,27 @@ def test_a_plan_without_offloads_streams_nothing():
   graph = lowered_flows.grpo()
   _, programs = passes.lower(graph, plan.one_place(graph.stages))
   assert not any(getattr(op, 'streamed', ()) for op in programs['all'])
+
+
+@pytest.mark.parametrize('kept_twice', [False, True])
+def test_what_others_read_under_another_name_stays_on_the_device(kept_twice):
+  """The acting version is that of the step before, or a copy of the newest."""
+  act = stages.Stage(lambda w, x: x + w, 'act', unbatched=(0,))
+  apply = stages.Stage(lambda w: w + 1, 'apply', 'batch')
+
+  def step(state, x, key):
+    del key
+    acting, newest, alone = state
+    after = apply(newest)
+    kept = after if kept_twice else newest
+    return (kept, after, apply(alone)), act(acting, x)
+
+  w = jax.ShapeDtypeStruct((), jnp.float32)
+  graph = flow.trace(
+    step,
+    (w, w, w),
+    jax.ShapeDtypeStruct((8, 2), jnp.float32),
+    jax.eval_shape(lambda: jax.random.key(0)),
+  )
+  (_, _), (_, _), (start, end) = graph.carry
+  assert offloading.private(graph, ['apply']) == {start: end}
