@@ -123,8 +123,8 @@ def batches_by_length(
   The order of the others is random. A plan is made for the first batch of a
   run, so the first batch must be the one that needs the most memory.
 
-  Where rows begin another epoch, copies of a row are as long as each other, and
-  would meet. They are sorted apart, so that only one batch may hold two.
+  Where rows span two epochs, second occurrences of rows are sorted apart, so
+  that at most one batch holds a row twice.
 
   Args:
     rng: generator of the order.

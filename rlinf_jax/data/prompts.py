@@ -85,8 +85,7 @@ def encode(
     drop_long: whether longer ones are left out, with their number printed, or
       refused.
     name: of the file, for messages.
-    chat: whether a chat template wrote the texts, and with them what the
-      tokenizer puts before other texts.
+    chat: whether a chat template wrote the texts, which contain BOS already.
 
   Returns:
     The rows that are left, and their tokens and pictures.

@@ -138,7 +138,7 @@ def train_tokenizer(
 
 @functools.lru_cache(maxsize=16)
 def first_tokens(tokenizer) -> tuple[int, ...]:
-  """The tokens that a tokenizer puts before a text, such as that of its start.
+  """The tokens that a tokenizer puts before a text: BOS, if it has one.
 
   Chat templates write these themselves. Base models read them before a text;
   those of Llama and of Gemma know no text without.
@@ -151,7 +151,8 @@ def first_tokens(tokenizer) -> tuple[int, ...]:
   return ()
 
 
-# Texts that few merges of a vocabulary join with what follows.
+# Texts that BPE rarely merges with what follows. `continue_with` encodes one of
+# them with the text behind it, and drops its tokens.
 ANCHORS = '\n', '=', 'a'
 
 
@@ -186,8 +187,8 @@ def encode_prompts(
     tokenizer: of the model.
     texts: prompts.
     length: the most tokens of a prompt.
-    templated: whether a chat template wrote them, and with them what the
-      tokenizer puts before other texts, see `first_tokens`.
+    templated: whether a chat template wrote them, which contain BOS already.
+      Other prompts get it, see `first_tokens`.
 
   Raises:
     ValueError: for a text without tokens, with more than `length`, or with

@@ -1,10 +1,10 @@
 """Correction of actions whose sampler computed other log-probabilities.
 
 The proximal policy is the one before an update, as the trainer computes it.
-Ratios are clipped around it, and each action is weighted by importance of it
-over the policy that sampled (decoupled PPO, arXiv:2505.24298 eq. 5). The
-weight also corrects for rounding: an engine outside JAX, or bfloat16 (truncated
-importance sampling).
+Ratios are clipped around it, and the loss of each action is multiplied by the
+bounded ratio π_proximal / π_behavior (decoupled PPO, arXiv:2505.24298 eq. 5).
+The weight also corrects for other numerics, where vLLM or bfloat16 computed the
+log-probabilities of the sampler (truncated importance sampling).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,8 @@ def is_needed(policy: base.Policy, is_stale: bool = False) -> bool:
 
   Args:
     policy: the policy.
-    is_stale: whether older versions than that before the update act.
+    is_stale: whether actions are sampled by older parameters than those before
+      the update.
   """
   return is_stale or policy.recompute_logp or policy.out_shapes is not None
 

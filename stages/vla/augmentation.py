@@ -71,10 +71,11 @@ class Openpi:
 
   Attributes:
     crop: share of the width and of the height that a crop keeps.
-    degrees: largest rotation. Neither is for cameras at a wrist.
+    degrees: largest rotation. Pictures of cameras at a wrist are neither
+      cropped nor rotated.
     brightness: as of augmax's `ColorJitter`.
     contrast: likewise.
-    saturation: likewise, which augmax 0.4.1 leaves as it is.
+    saturation: likewise; without effect in augmax 0.4.1.
   """
 
   crop: float = 0.95

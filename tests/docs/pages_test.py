@@ -7,11 +7,12 @@ import sybil
 from sybil.parsers import markdown
 
 import one_simulator
+from rlinf_jax.config import config
 from tests.rlinf_jax import recipes_test
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
-# A gin block is a recipe, or bindings of the recipe that a comment above names:
+# A gin block is a recipe, or is read after the one that a comment above names:
 # `<!-- recipe: ppo_push -->`.
 RECIPE = '<!-- recipe:'
 DEFAULT = 'grpo_arithmetic'
@@ -30,16 +31,14 @@ def base_recipe(text: str, start: int) -> str:
 def trace(example):
   """Reads a gin block and records the flows of its run."""
   text, folder = example.parsed, example.namespace['folder']
-  if 'include' not in text:
-    recipe = base_recipe(example.document.text, example.start)
-    lines = (ROOT / recipe).read_text().splitlines() + text.splitlines()
-    imports = [line for line in lines if line.startswith('from ')]
-    own = [line for line in text.splitlines() if line not in imports]
-    text = '\n'.join([*imports, f"include '{recipe}'", *own])
   path = folder / f'block_{example.line}.gin'
   path.write_text(text)
+  files = [str(path)]
+  if 'include' not in text:  # It is read after a recipe.
+    files.insert(0, base_recipe(example.document.text, example.start))
   with POOLS.shared():  # Python blocks use theirs, and have their own.
-    recipes_test.flows(str(path), [], folder)
+    recipes_test.flows(files[0], [], folder, *files[1:])
+  config.refuse_unused()
 
 
 # Its Python blocks run in `your_algorithm_test`.

@@ -211,7 +211,9 @@ def _load(
     if state:
       obs['state'] = vector(x[state])
     moves = vector(x[action])
-    moves = np.asarray(normalize(moves))
+    # A plan's flow may be recorded meanwhile, and these are numbers.
+    with jax.ensure_compile_time_eval():
+      moves = np.asarray(normalize(moves))
     if chunk > 1:
       length = np.array([episode.length])
       moves = demonstrations.following(moves[None], length, chunk)[0]

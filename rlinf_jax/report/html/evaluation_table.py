@@ -5,7 +5,14 @@ import html
 from typing import Any
 
 # Scores, in the order of their columns, and other numbers.
-SCORES = ('accuracy', 'success_once', 'success_at_end', 'pass_at_', 'maj_at_')
+SCORES = (
+  'accuracy',
+  'success_once',
+  'success_at_end',
+  'pass_at_',
+  'maj_at_',
+  'agreement',
+)
 OTHERS = {
   'reward': ('reward', '{:.3f}'),
   'return': ('return', '{:.2f}'),

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlinf_jax import train
+from rlinf_jax import evaluate, train
 from rlinf_jax.config import config
 from rlinf_jax.data.episodes import source, statistics
 from rlinf_jax.data.lerobot import layout, write
@@ -73,6 +73,14 @@ def test_fine_tuning_exports_the_published_layout(
   ]
   losses = [x['eval/loss'] for x in metrics if 'eval/loss' in x]
   assert len(losses) == 2 and losses[1] < losses[0]
+  # Its checkpoint is evaluated without training.
+  record = config.call(
+    evaluate.evaluate,
+    bindings_of=train.train,
+    workdir=str(tmp_path / 'scores'),
+    checkpoint_of=str(tmp_path / 'run'),
+  )
+  assert record['sets']['all']['loss']['value'] == losses[1]
   stored = weights.read_json(model / openvla_files.STATISTICS)
   assert stored == statistics.norm_stats(str(folder / 'data'))
   # With its own statistics and projector of the state, it acts anywhere.
