@@ -95,9 +95,7 @@ def policy(
     return openvla.values(config.openvla, params, x_BTD[:, :1])
 
   def imitation_loss(params, obs, action_BT, key_B, *, train=False):
-    seen = obs, config
-    if train and augmented:
-      seen = augmented(obs, key_B)
+    seen = augmented(obs, key_B) if train and augmented else (obs, config)
     return head.loss(params, states(params, *seen), action_BT)
 
   def to_env_action(action):

@@ -107,9 +107,7 @@ def policy(
       config, params, openvla.last_states(x_BPD, prefix.prompt.mask)
     )
 
-  def imitation_loss(
-    params, obs: Observation, action_BA, key_B, *, train=False
-  ):
+  def imitation_loss(params, obs, action_BA, key_B, *, train=False):
     del key_B, train  # A likelihood draws nothing.
     logp = evaluate(params, obs, config.tokens.encode(action_BA)).logp
     return -logp.reshape(logp.shape[0], -1).sum(1)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import pathlib
 import shutil
 
@@ -52,27 +51,6 @@ def batches(made, state, count):
     state, batch = made.next(state, {})
     found.append(batch)
   return state, found
-
-
-@pytest.mark.parametrize('codec', ['libsvtav1', 'libx264'])
-def test_pictures_come_back_at_their_steps(tmp_path, codec):
-  folder = lerobot_folder.make(tmp_path / 'data', codec)
-  data = folders.read(folder)
-  assert data.cameras == (lerobot_folder.TOP, lerobot_folder.WRIST)
-  assert [x.length for x in data.episodes] == [*LENGTHS]
-  for episode in data.episodes:
-    written = lerobot_folder.episode(episode.index)
-    for camera in data.cameras:
-      got = data.read_pictures(episode, camera).astype(int)
-      # A video has other colors than red, green and blue: ±1 grey level.
-      assert np.abs(got - written.images[camera]).max() <= 1
-
-
-def test_an_encoder_leaves_the_scheduling_of_its_caller(tmp_path):
-  before = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
-  lerobot_folder.make(tmp_path / 'written', 'libsvtav1')
-  after = os.sched_getscheduler(0), os.sched_getparam(0).sched_priority
-  assert before == after
 
 
 def test_a_row_is_a_step_with_the_actions_after_it(folder):
@@ -406,47 +384,6 @@ def test_an_episode_without_steps_in_its_file_is_named(copied):
     layout.numbers(data, data.episodes[:1], ['action'])
 
 
-@pytest.mark.parametrize(
-  ('change', 'settings', 'message'),
-  [
-    (lambda x: x[:, :-1], {'codec': 'libx264'}, '47 x 64, and libx264 .* even'),
-    (lambda x: x[..., :1], {}, r'\[48, 64, 1\], expected .* three colors'),
-    (
-      lambda x: x,
-      {'codec': 'mjpeg'},
-      "no codec 'mjpeg': give one of libsvtav1",
-    ),
-  ],
-)
-def test_what_cannot_be_encoded_is_refused_before_it_is_written(
-  tmp_path, change, settings, message
-):
-  x = lerobot_folder.episode(0)
-  images = {name: change(y) for name, y in x.images.items()}
-  with pytest.raises(ValueError, match=message):
-    write.write(
-      tmp_path / 'data', [x._replace(images=images)], fps=10, **settings
-    )
-  other = x._replace(images={lerobot_folder.TOP: x.images[lerobot_folder.TOP]})
-  with pytest.raises(ValueError, match='Episode 1 has .* the same cameras'):
-    write.write(tmp_path / 'data', [x, other], fps=10)
-  assert not any(tmp_path.iterdir())
-
-
-def test_a_folder_appears_when_it_is_complete(tmp_path, monkeypatch):
-  def full(*args):
-    raise OSError('No space left on device')
-
-  with monkeypatch.context() as patched:
-    patched.setattr(write, '_write_tasks', full)
-    with pytest.raises(OSError, match='No space'):
-      lerobot_folder.make(tmp_path / 'data', 'libx264')
-  assert not any(tmp_path.iterdir())
-  (tmp_path / 'data.part').mkdir()  # Of a program that was ended.
-  lerobot_folder.make(tmp_path / 'data', 'libx264')
-  assert [x.name for x in tmp_path.iterdir()] == ['data']
-
-
 @pytest.mark.parametrize('shape', [[8, 8, 1], [8, 8]])
 def test_a_camera_of_depth_is_left_out(copied, shape):
   features = json.loads((copied / layout.INFO).read_text())['features']
@@ -471,8 +408,3 @@ def test_two_cameras_of_one_path_are_refused(tmp_path):
     with pytest.raises(ValueError, match="'.*images.top' and 'obs.* image/top"):
       find(folder)
   assert source.cameras(folder, names=names[1:]) == ('image/top',)
-
-
-def test_a_folder_that_exists_is_not_overwritten(folder):
-  with pytest.raises(FileExistsError):
-    lerobot_folder.make(folder)
