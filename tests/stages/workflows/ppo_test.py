@@ -185,7 +185,9 @@ def test_advantages_and_losses_are_those_of_trl():
     np.testing.assert_allclose(got['return_'] * mask, returns.numpy() * mask)
     x = base.Experience((), (), given[0], mask, (), **got)
     loss = objectives.policy(
-      lambda params, *_: base.Evaluation(params[0], (), params[1]),
+      lambda params, *_: base.Evaluation(
+        params[0], jnp.zeros_like(params[0]), params[1]
+      ),
       clip=loss_terms.Clip(0.2, 0.2),
       aggregate=losses.token_mean,
       critic_loss=critic_loss(0.1, 0.2),
