@@ -28,7 +28,9 @@ from sharding import rules as rules_lib
 
 # Threads per concurrency group. Calls of flows block; deliveries may block in a
 # pull, and files in writing; control must get through meanwhile.
-GROUPS = {'calls': 1, 'delivery': 1, 'control': 1, 'files': 1}
+GROUPS = dict.fromkeys(
+  ('calls', 'delivery', 'acknowledgment', 'control', 'files'), 1
+)
 Flows = Callable[[], tuple[graph.Flow, graph.Flow | None]]
 JOIN_TIMEOUT = 120  # Seconds for processes of a place to find each other,
 SHUTDOWN_TIMEOUT = 2  # and to part.
@@ -85,10 +87,10 @@ def carried_copies(step: programs.Lowered, place: str):
 class Actor:
   """One process of a place.
 
-  Ray runs its methods in four groups, each in order on a thread of its own:
+  Ray runs its methods in five groups, each in order on a thread of its own:
   'calls' (which block until the flow is done here), 'delivery' (of values),
-  'files' (which are written while calls go on) and 'control' (which must get
-  through meanwhile).
+  'acknowledgment' (of those that this process has sent), 'files' (which are
+  written while calls go on) and 'control' (which must get through meanwhile).
   """
 
   def __init__(self):
@@ -332,6 +334,11 @@ class Actor:
       return {}, [], {}, notices.drain()
     packed = {v: serialize.pack(x) for v, x in outputs.result().items()}
     return packed, spans, dict(self._executor.sent), notices.drain()
+
+  @ray.method(concurrency_group='acknowledgment')
+  def delivered(self):
+    """Returns when the values of all answered calls have arrived."""
+    self._executor.wait_until_delivered()
 
   @ray.method(concurrency_group='delivery')
   def deliver(self, generation: int, to: base.Channel, sequence: int, packed):

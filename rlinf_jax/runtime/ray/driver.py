@@ -254,7 +254,7 @@ class RayRuntime(calls.Calls):
     while call.processes:
       (reference, *_), _ = ray.wait(list(call.processes))
       try:
-        packed, spans, sent, notices = ray.get(reference)
+        answer = ray.get(reference)
       except ray.exceptions.RayError as error:
         self._handle_error(call, reference, error)
         continue
@@ -262,8 +262,13 @@ class RayRuntime(calls.Calls):
         process = call.processes.pop(reference, None)
         if process is None:
           continue  # It has died since, and its replacement answers instead.
-        place = self._pool.processes[process].place
-        self._log.finish(call, process, place, sent)
+        if reference in call.sent:  # All that it sent has arrived.
+          place = self._pool.processes[process].place
+          self._log.finish(call, process, place, call.sent.pop(reference))
+          continue
+        packed, spans, sent, notices = answer
+        arrived = self._pool.actors[process].delivered.remote()
+        call.processes[arrived], call.sent[arrived] = process, sent
         self._notices += [f'{process}: {line}' for line in notices]
       outputs |= {v: serialize.unpack(x) for v, x in packed.items()}
       epoch = self._pool.descriptions[process]['epoch']

@@ -18,7 +18,10 @@ class PendingCall:
     inputs: a reference to its inputs in Ray's object store.
     number: of the call, since a state was loaded.
     flow_call: number of the call among those of the same flow.
-    processes: those that have not answered, by the reference to their answer.
+    processes: those that have not finished, by the reference to their answer;
+      or, once that is read, to the news that what they sent has arrived.
+    sent: what those have answered of which the latter is awaited, see
+      `CallLog.finish`.
   """
 
   flow: str
@@ -27,13 +30,21 @@ class PendingCall:
   number: int
   flow_call: int
   processes: dict[Any, str] = dataclasses.field(default_factory=dict)
+  sent: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
   def lacks(self, process: str) -> bool:
-    """Whether a process has not answered."""
+    """Whether a process has not finished.
+
+    One that has answered may die with a value on its way.
+    """
     return any(
-      name == process and not is_answered(reference)
+      name == process and not self.is_finished(reference)
       for reference, name in self.processes.items()
     )
+
+  def is_finished(self, reference) -> bool:
+    """Whether the process of a reference has answered, and all has arrived."""
+    return reference in self.sent and is_answered(reference)
 
 
 def is_answered(reference) -> bool:

@@ -80,7 +80,7 @@ class Recovery:
       call.processes = {
         reference: process
         for reference, process in call.processes.items()
-        if process != place or pending.is_answered(reference)
+        if process != place or call.is_finished(reference)
       }
       left = remaining if call is first else recovery.EVERYTHING
       self._log.send(call, place, actor, left)

@@ -56,6 +56,7 @@ class RemoteExecutor(executor.Executor):
     self.sent, self.generation, self.call, self.flow_call = {}, 0, 0, 0
     self.send_log = send_log_lib.SendLog(replaceable)
     self._send_lock = threading.Lock()
+    self._deliveries = []
     self.bytes, self.seconds = {}, {}
 
   def put_output(self, call, v, x):
@@ -77,12 +78,21 @@ class RemoteExecutor(executor.Executor):
       sent = self.send_log.append(to, self.call, sequence, packed)
       if several:  # Readers on one machine share one copy.
         sent = ray.put(packed)
-      for reader in readers:
+      self._deliveries += [
         reader.deliver.remote(self.generation, to, sequence, sent)
+        for reader in readers
+      ]
     ends = to.source, to.target
     spent = time.perf_counter() - start
     self.bytes[ends] = self.bytes.get(ends, 0) + channel.size(packed)
     self.seconds[ends] = self.seconds.get(ends, 0.0) + spent
+
+  def wait_until_delivered(self):
+    """Blocks until what was sent so far has arrived, or its receiver died."""
+    with self._send_lock:
+      deliveries, self._deliveries = self._deliveries, []
+    if deliveries:
+      ray.wait(deliveries, num_returns=len(deliveries), fetch_local=False)
 
   def resend(self, place: str, actors: Sequence[Any], call: int):
     """Sends the replacement of a place what it needs from a call on."""
