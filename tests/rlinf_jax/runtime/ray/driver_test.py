@@ -109,8 +109,10 @@ def initial(make):
   return make().init(jax.random.key(0))
 
 
-def run(runtime, make, steps=3, after_load=lambda: None):
-  """Runs steps of the workflow that `make` returns."""
+def run(
+  runtime, make, steps=3, after_load=lambda: None, before_read=lambda: None
+):
+  """Runs steps of the workflow that `make` returns, and reads the state."""
   first = functools.partial(initial, make)
   runtime.start(state_readers.FirstState(first))
   after_load()
@@ -121,6 +123,7 @@ def run(runtime, make, steps=3, after_load=lambda: None):
   ]
   infos += [info.result() for info in submitted]
   runtime.wait()
+  before_read()
   return tiny.arrays((jax.device_get(infos), saved.state_of(runtime)))
 
 
@@ -411,8 +414,9 @@ def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
       functools.partial(grpo, staleness),
       steps=8,
       after_load=timer.start,
+      # Who dies while it writes the state that it owns ends the run.
+      before_read=timer.join,
     )
-    timer.join()
     tiny.assert_same_bits(got, want)
     notices += remote.notices()
   assert notices
