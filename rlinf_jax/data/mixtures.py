@@ -140,7 +140,7 @@ def batches_by_length(
 
 
 def _copies(rows: np.ndarray) -> np.ndarray:
-  """How often each row came before, among the rows."""
+  """The number of earlier occurrences of each row, among the rows."""
   order = np.argsort(rows, kind='stable')
   _, start, counts = np.unique(
     rows[order], return_index=True, return_counts=True

@@ -167,7 +167,7 @@ def test_a_stale_policy_samples_as_it_would_have_a_step_ago():
     )
     np.testing.assert_array_equal(shown, expected)
     assert read(info)['rollout/staleness'] == min(i, 1)
-    # Ratios are to the version before the update, whatever has sampled.
+    # Ratios are to the version before the update, not to the one that sampled.
     np.testing.assert_allclose(read(info)['train/ratio_max'], 1.0, rtol=1e-5)
     assert (read(info)['rollout/logprob_gap_max'] > 1e-4) == (i > 0)
 

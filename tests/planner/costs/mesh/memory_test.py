@@ -197,7 +197,7 @@ def peaks(flow, chosen):
 
 
 def test_the_next_version_comes_while_the_older_one_acts():
-  """The learner sends it as the step begins, whatever the actor does."""
+  """The learner sends it at the start of the step, while the actor computes."""
   flow = two_versions(learn_from=1)
   chosen = plan_lib.parse(
     {

@@ -414,7 +414,7 @@ def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
       functools.partial(grpo, staleness),
       steps=8,
       after_load=timer.start,
-      # Who dies while it writes the state that it owns ends the run.
+      # A place that dies while it writes its state ends the run.
       before_read=timer.join,
     )
     tiny.assert_same_bits(got, want)

@@ -21,6 +21,8 @@ def test_a_process_lacks_a_call_until_what_it_sent_has_arrived(
   monkeypatch.setattr(pending, 'is_answered', lambda reference: ready)
   assert call.lacks('b') == lacks
   assert not call.lacks('a')
-  if not answered:  # An answer that nobody has read says nothing of arrivals.
+  if (
+    not answered
+  ):  # The driver has not read the answer yet, and awaits no arrival.
     monkeypatch.setattr(pending, 'is_answered', lambda reference: True)
     assert call.lacks('b')
