@@ -21,8 +21,8 @@ MAX_BITS = 1 << 16  # Of a whole number that is computed.
 _PADS = frozenset(
   ('center', 'ljust', 'rjust', 'zfill', 'to_bytes', 'batch', 'slice', 'round')
 )
-# Those that may repeat another argument, or a number of spaces, at each
-# character of the first.
+# Filters and methods that may repeat another argument, or a number of spaces,
+# at each character of the first.
 _REPEATS = frozenset(
   ('expandtabs', 'indent', 'lipsum', 'tojson', 'translate', 'urlize')
 )
