@@ -22,6 +22,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import sys
 import threading
 import time
@@ -53,6 +54,11 @@ os.environ.setdefault('TOKENIZERS_PARALLELISM', 'false')
 # Ray gives its processes a thirtieth of the share of a processor that others
 # have (nice 15): beside two processes of tests they would hardly go on.
 os.environ.setdefault('RAY_worker_niceness', '0')
+
+# A shell starts processes in the background, as two of the three that share the
+# tests, with SIGINT ignored, and so would be all that they start.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+  signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Compiled programs are kept for the next run, bit for bit the same. JAX's key
 # knows neither the instruction set nor the cores, so the folder's name does.

@@ -79,9 +79,7 @@ def launch(fake, *over, jobs=1):
   """Starts a sweep in another process, by its command line."""
   code = (
     'import signal\n'
-    # A shell that runs the tests in the background has SIGINT ignored, and
-    # nohup has SIGHUP ignored.
-    'signal.signal(signal.SIGINT, signal.default_int_handler)\n'
+    # nohup has it ignored.
     'signal.signal(signal.SIGHUP, signal.SIG_DFL)\n'
     'from absl import app\n'
     'from rlinf_jax.sweep import sweep\n'

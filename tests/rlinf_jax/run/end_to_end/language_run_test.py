@@ -83,8 +83,7 @@ def run(*args, kilobytes=None, **kwargs):
 def killed(folder, model, when, *more, how=signal.SIGKILL):
   """Starts a run and kills it once `when()` is true; returns its exit code."""
   process = subprocess.Popen(
-    # A shell that runs the tests in the background has SIGINT ignored.
-    ['env', '--default-signal=INT', *command(folder, model, *more)],
+    command(folder, model, *more),
     cwd=ROOT,
     env=core_only.environment(),
     stdout=subprocess.DEVNULL,
