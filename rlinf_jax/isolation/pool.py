@@ -4,9 +4,9 @@ What a model writes may keep a parser or a tool busy forever, fill the memory or
 crash the interpreter. Here, only its own call is lost.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-import concurrent.futures
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
+import dataclasses
 import functools
 import inspect
 import json
@@ -26,7 +26,7 @@ from rlinf_jax.isolation import worker
 MAX_PROCESSES = 8
 START_TIMEOUT = 120.0  # Seconds to import the function's module.
 GRACE = 1.0  # Seconds for a call to end itself, after its limit.
-MAX_REPLY = 2**20  # Bytes of a result.
+PATIENCE = 1.0  # Seconds between moments in which a waiting thread may end.
 EMPTY: Mapping[str, Any] = {}
 MAIN = f'from {worker.__name__} import main; main()'
 
@@ -109,7 +109,8 @@ class Pool:
     self.name = name
     self._make = functools.partial(_Process, module, name, limits)
     self._num_processes, self._lock = processes, threading.Lock()
-    self._idle = None
+    self._calls: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+    self._threads: list[threading.Thread] = []
 
   def call(self, args: tuple = (), kwargs: Mapping[str, Any] = EMPTY) -> Any:
     """Waits for a process, and returns the result of the function by JSON.
@@ -118,32 +119,75 @@ class Pool:
       CallError: if the call failed.
       ImportError: if the processes cannot import the function.
     """
-    with self._lock:
-      if self._idle is None:
-        self._idle = queue.SimpleQueue()
-        for _ in range(self._num_processes):
-          self._idle.put(self._make())
-    process = self._idle.get()
-    try:
-      return process.call(args, kwargs)
-    finally:
-      self._idle.put(process)
+    (result,) = self._results([_Call(args, kwargs)])
+    if isinstance(result, CallError):
+      raise result
+    return result
 
   def map(self, items: Iterable[Any]) -> list[Any | CallError]:
     """Calls the function with each item; a `CallError` where a call failed."""
-    return list(self._threads.map(self._result, items))
+    return self._results([_Call((item,), EMPTY) for item in items])
 
-  def _result(self, item: Any) -> Any | CallError:
+  def _results(self, calls: Sequence['_Call']) -> list[Any | CallError]:
+    """Results of calls; those that nobody waits for any more are not made."""
+    with self._lock:
+      while len(self._threads) < self._num_processes:
+        thread = threading.Thread(target=self._serve, daemon=True)
+        thread.start()
+        self._threads.append(thread)
     try:
-      return self.call((item,))
-    except CallError as error:
-      return error
+      for call in calls:
+        self._calls.put(call)
+      return [call.result() for call in calls]
+    finally:
+      for call in calls:
+        call.is_needed = False
 
-  @functools.cached_property
-  def _threads(self):
-    return concurrent.futures.ThreadPoolExecutor(
-      self._num_processes, 'isolation'
-    )
+  def _serve(self):
+    """Owns a process, so that no caller that is ended takes it along."""
+    process = self._make()
+    while True:
+      call = self._calls.get()
+      if not call.is_needed:
+        continue
+      try:
+        call.answer.put(process.call(call.args, call.kwargs))
+      except CallError as error:
+        call.answer.put(error)
+      except BaseException as error:  # noqa: BLE001 (The caller raises it.)
+        process.kill()
+        call.answer.put(error)
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+  """A call of the function.
+
+  Attributes:
+    args: of the function.
+    kwargs: likewise.
+    is_needed: whether its result is waited for.
+    answer: holds the result, or the exception, once there is one.
+  """
+
+  args: tuple
+  kwargs: Mapping[str, Any]
+  is_needed: bool = True
+  answer: queue.SimpleQueue = dataclasses.field(
+    default_factory=queue.SimpleQueue
+  )
+
+  def result(self) -> Any | CallError:
+    """Waits for the result; raises exceptions that are no `CallError`."""
+    while True:
+      try:
+        found = self.answer.get(timeout=PATIENCE)
+        break
+      except queue.Empty:
+        pass  # Python runs: here, `threads.end` ends this thread.
+    if isinstance(found, BaseException) and not isinstance(found, CallError):
+      raise found
+    return found
 
 
 _pool = functools.cache(Pool)  # Calls of one function share processes.
@@ -181,7 +225,9 @@ class _Process:
     try:
       with self._deadline(START_TIMEOUT):
         self._connection.send(self._request)
-        error = self._connection.recv_bytes(MAX_REPLY).decode(errors='replace')
+        error = self._connection.recv_bytes(worker.MAX_REPLY).decode(
+          errors='replace'
+        )
     except TimeoutError:
       error = 'it did not start in time'
     except (OSError, EOFError):
@@ -208,7 +254,7 @@ class _Process:
     try:
       with self._deadline(self._limits.seconds + GRACE):
         self._connection.send((args, kwargs))
-        reply = json.loads(self._connection.recv_bytes(MAX_REPLY))
+        reply = json.loads(self._connection.recv_bytes(worker.MAX_REPLY))
       if 'error' not in reply:
         return reply['value']
       raise CallError(str(reply['error']))

@@ -8,10 +8,13 @@ import importlib
 import json
 import math
 from multiprocessing import connection
+import os
 import resource
 import signal
 import sys
 from typing import Any, NamedTuple
+
+MAX_REPLY = 2**20  # Bytes of a result.
 
 
 class Limits(NamedTuple):
@@ -46,6 +49,9 @@ def main():
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (limits.memory, most))
     signal.signal(signal.SIGALRM, _raise_late)
+    # The other side reads why an import failed, and no more: what a function
+    # prints for days would fill a disk.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     pipe.send_bytes(b'')
     while True:
       pipe.send_bytes(_call(function, *pipe.recv(), limits.seconds))
@@ -62,14 +68,23 @@ def _call(function, args, kwargs, seconds: float) -> bytes:
   resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, most))
   signal.setitimer(signal.ITIMER_REAL, seconds)
   try:
-    value = function(*args, **kwargs)
-    return json.dumps({'value': value}, default=_plain).encode()
+    return _reply(value=function(*args, **kwargs))
   except _Late:
-    return json.dumps({'error': f'it took more than {seconds:g} s'}).encode()
+    return _reply(error=f'it took more than {seconds:g} s')
   except Exception as error:  # noqa: BLE001 (Foreign code: any error counts.)
-    return json.dumps({'error': f'{type(error).__name__}: {error}'}).encode()
+    return _reply(error=f'{type(error).__name__}: {error}')
   finally:
     signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _reply(**content) -> bytes:
+  """A result or an error as JSON; an error if the other side reads no more."""
+  reply = json.dumps(content, default=_plain).encode()
+  if len(reply) <= MAX_REPLY:
+    return reply
+  return _reply(
+    error=f'its result has {len(reply):,} bytes, and the limit is {MAX_REPLY:,}'
+  )
 
 
 def _plain(value: Any) -> float | str:

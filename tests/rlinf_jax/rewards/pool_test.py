@@ -143,15 +143,16 @@ HOSTILE = [
 )
 def test_hostile_texts_end_within_their_limit_and_are_wrong(tail, monkeypatch):
   limit, seconds = 1.0, {}
-  call = calls.Pool._result
+  call = calls._Process.call
 
-  def timed(self, completion):
+  def timed(self, args, kwargs):
     start = time.perf_counter()
-    score = call(self, completion)
-    seconds[completion.text] = time.perf_counter() - start
-    return score
+    try:
+      return call(self, args, kwargs)
+    finally:
+      seconds[args[0].text] = time.perf_counter() - start
 
-  monkeypatch.setattr(calls.Pool, '_result', timed)
+  monkeypatch.setattr(calls._Process, 'call', timed)
   judge = pool.isolated(answers.correct, seconds=limit, processes=2)
   texts = [text + tail for text in HOSTILE]
   scores = judge.score(completions(*texts, answer='271828'))
@@ -167,3 +168,8 @@ def test_hostile_texts_end_within_their_limit_and_are_wrong(tail, monkeypatch):
 def test_rewards_are_in_the_order_of_completions():
   made = pool.isolated(rewards_of_mine.shout, processes=2)
   assert made.score(completions(*'AbCdEf')) == [1.0, 0.0] * 3
+
+
+def test_what_a_function_writes_to_stderr_fills_no_disk():
+  made = pool.isolated(rewards_of_mine.kept_of_stderr, processes=1)
+  assert made.score(completions('a warning\n', 'another\n')) == [0, 0]

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from rlinf_jax.agents import formats, tool_env, tools
+from rlinf_jax.agents import deadline, formats, tool_env, tools
 from rlinf_jax.agents.tools import calculator
 from rlinf_jax.isolation import pool
 import tools_of_mine
@@ -94,6 +94,7 @@ def test_a_wrong_answer_has_no_reward(env):
     ('misbehave(how="raise")', 'error: RuntimeError: as told'),
     ('misbehave(how="hang")', f'error: it took more than {SECONDS:g} s'),
     ('misbehave(how="die")', 'error: its process ended'),
+    ('misbehave(how="much")', 'error: its result has 1,048,589 bytes, and'),
     ('misbehave(what="raise")', 'error: TypeError'),
     ('misbehave(self=1)', 'error: TypeError'),
     ('calculator(expression="1/0")', 'error: ZeroDivisionError'),
@@ -110,6 +111,16 @@ def test_a_failing_call_costs_its_own_turn(env, call, error):
   fine = env.step('[misbehave(how="fine")]')
   assert said(fine) == ['I am fine']
   assert time.perf_counter() - start < 30  # The hanging one would take 60.
+
+
+def test_episodes_that_end_while_they_wait_take_no_process_along():
+  """Their threads are ended, also while they wait for a process."""
+  tool = tools.tool(tools_of_mine.misbehave, seconds=0.3, processes=2)
+  steps = deadline.Pool(4, 0.1)
+  late = steps.map(lambda _: tool.call({'how': 'hang'}), range(4))
+  assert [type(x) for x in late] == [deadline.LateError] * 4
+  fine = deadline.Pool(4, 30.0).map(lambda how: tool.call({'how': how}), 'abcd')
+  assert fine == ['I am a', 'I am b', 'I am c', 'I am d']
 
 
 def test_an_agent_reasons_and_acts():
