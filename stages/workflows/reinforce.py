@@ -4,27 +4,26 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base
 from stages.language import evaluate as evaluate_lib
 from stages.language import policy_stages, rollout_metrics
 from stages.learn import loss_terms, losses, rollout_correction, train_step
 
 
 def reinforce(
-  policy: base.Policy,
+  policy: stages.Policy,
   verify: stages.Stage,
   optimizer: optax.GradientTransformation,
   *,
   group_size: int,
-) -> base.Workflow:
-  """Makes completions likelier whose reward is above their group's mean.
+) -> stages.Workflow:
+  """Makes completions with rewards above their group's mean more likely.
 
   Aᵢ = Rᵢ − mean R,   L = −Σ m w A lp / Σ m,   w as in `objectives.policy`
   """
 
-  def loss(params, x: base.Experience):
-    now = policy_stages.scorer(policy, group_size)(params, x)
-    logp_BT = jnp.where(x.mask > 0, now.logp, 0.0)
+  def loss(params, x: stages.Experience):
+    scores = policy_stages.scorer(policy, group_size)(params, x)
+    logp_BT = jnp.where(x.mask > 0, scores.logp, 0.0)
     loss_BT = losses.reinforce(logp_BT, x.advantage)
     loss_BT = rollout_correction.weigh(loss_BT, loss_terms.Importance(), x)
     mean = losses.token_mean(loss_BT, x.mask)
@@ -44,17 +43,18 @@ def reinforce(
   evaluate_actor = evaluate_lib.evaluate(policy, verify)
   init = lambda key: train_step.init(policy.init(key), optimizer)
 
-  def step(state: base.TrainState, problem: base.Problem, key):
-    now, problem = train_step.version(state), repeat(problem)
-    keys = stages.keys(key, problem.prompt)
-    x = rescore(now, generate(now, problem.prompt, keys))
+  def step(state: stages.TrainState, problem: stages.Problem, key):
+    problem = repeat(problem)
+    actor = train_step.version(state)
+    x = generate(actor, problem.prompt, stages.keys(key, problem.prompt))
+    x = rescore(actor, x)
     verdict = verify(problem.answer, x.action, x.mask)
     rollout_info = measure(x, verdict, state.step)
     x = x._replace(advantage=group_advantage(verdict.reward, x.mask))
     state, info = learn(state, [(x,)])
     return state, rollout_info | info
 
-  def evaluate(state: base.TrainState, problem: base.Problem, key):
+  def evaluate(state: stages.TrainState, problem: stages.Problem, key):
     return evaluate_actor(train_step.version(state), problem, key)
 
-  return base.Workflow(init, step, evaluate, lambda state: state.params)
+  return stages.Workflow(init, step, evaluate, lambda state: state.params)
