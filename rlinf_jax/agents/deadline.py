@@ -149,6 +149,8 @@ class Call:
       if self.is_over:  # By `threads.end`.
         raise
       result = RuntimeError('it called sys.exit')
+    except BaseException as error:  # noqa: BLE001 (As asyncio.CancelledError.)
+      result = RuntimeError(f'it raised {error!r}')
     self.has_returned = True
     return result
 

@@ -91,10 +91,15 @@ def envs(
     count = _awaited(slots, len(turns), found.ready)
     return stages.Deferred(
       _executor().submit(step, turns, count),
-      functools.partial(
-        _reply, write, max_answer_tokens, terms, now.own.shape[0], found
-      ),
+      functools.partial(write_reply, now, found),
     )
+
+  def write_reply(now, found, answers) -> conversation_state.Reply:
+    B = now.own.shape[0]
+    out = _reply(write, max_answer_tokens, terms, B, found, answers)
+    # Nothing asks for these again, unless another role has to be told.
+    step.drop([now.id[i].tobytes() for i in _cut(now, out)])
+    return out
 
   def out_shapes(answer, now: conversation_state.Conversation):
     del answer
@@ -179,9 +184,38 @@ def _texts(
 
 def _ids(tokenizer, text, limit: int, answer: stepping.Answer) -> list[int]:
   """Tokens of an environment's answer; none if it has more than `limit`."""
-  said = text(answer.before, answer.step.messages)
+  said = text(answer.before, [_readable(x) for x in answer.step.messages])
   row = tokens.continue_with(tokenizer, said)
   return row if len(row) <= limit else []
+
+
+def _readable(message: base.Message) -> base.Message:
+  """A message whose texts have characters alone, and no halves of surrogates.
+
+  A model may write such a half in the JSON of a call, and a tool repeat it.
+  """
+  return {
+    k: x.encode(errors='replace').decode() if isinstance(x, str) else x
+    for k, x in message.items()
+  }
+
+
+def _cut(
+  now: conversation_state.Conversation, reply: conversation_state.Reply
+) -> np.ndarray:
+  """Rows that a limit ends at this reply, as `conversation_state.append` does.
+
+  With roles, they are those that would have the next turn.
+  """
+  length_B = np.asarray(now.completions.mask).sum(1)
+  said_B = reply.mask.sum(1)
+  B, T = now.own.shape
+  turns_B = np.asarray(now.turns) + (np.asarray(now.idle) == 0)
+  fits_B = (said_B > 0) & (length_B + said_B < T)
+  fits_B &= turns_B < now.by_turn.reward.shape[1]
+  goes_on_B = (reply.answered > 0) & (reply.holds == 0)
+  waits_B = np.asarray(now.waits) > 0
+  return np.flatnonzero(waits_B & goes_on_B & ~fits_B)
 
 
 def _empty(
@@ -241,7 +275,7 @@ def _state_number(step: base.TimeStep) -> int:
   name = step.state
   if name is None:
     name = json.dumps([x.get('content') for x in step.messages])
-  return zlib.crc32(name.encode()) % (2**31 - 1) + 1
+  return zlib.crc32(name.encode(errors='replace')) % (2**31 - 1) + 1
 
 
 @functools.cache

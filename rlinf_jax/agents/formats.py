@@ -43,22 +43,15 @@ def pythonic(text: str) -> list[ToolCall]:
   A text that does not start with `[` has no calls.
 
   Raises:
-    FormatError: if it starts so, and is no list of calls with literals.
+    FormatError: if it starts so, and is no list of calls with literals that
+      JSON can write.
   """
   text = text.strip()
   if not text.startswith('['):
     return []
   try:
     calls = ast.parse(text, mode='eval').body.elts
-    return [
-      ToolCall(
-        call.func.id,
-        {k.arg: ast.literal_eval(k.value) for k in call.keywords},
-      )
-      if not call.args
-      else _refuse('arguments need names')
-      for call in calls
-    ]
+    return [_pythonic_call(call) for call in calls]
   except (
     AttributeError,
     MemoryError,
@@ -68,6 +61,15 @@ def pythonic(text: str) -> list[ToolCall]:
     ValueError,
   ) as error:
     raise FormatError('write calls as [name(argument="value")]') from error
+
+
+def _pythonic_call(call: ast.Call) -> ToolCall:
+  """A call of a list; raises as it may where it is none."""
+  arguments = {k.arg: ast.literal_eval(k.value) for k in call.keywords}
+  if call.args or None in arguments:
+    raise ValueError('arguments need names')
+  json.dumps(arguments, allow_nan=False)  # Servers and clients pass them on so.
+  return ToolCall(call.func.id, arguments)
 
 
 def llama_json(text: str) -> list[ToolCall]:
@@ -140,10 +142,6 @@ def react_answer(text: str) -> str:
   """The text behind `Final Answer:` or in `Finish[…]`; else all of it."""
   found = re.search(r'Final Answer:(.*)|Finish\[(.*)\]', text, re.S)
   return next(filter(None, found.groups()), '').strip() if found else text
-
-
-def _refuse(message: str):
-  raise ValueError(message)
 
 
 def prompt(

@@ -1,11 +1,16 @@
 """Replies of the model as OpenAI's API writes them."""
 
 from collections.abc import Callable, Sequence
+import functools
 import json
+import re
 import secrets
 from typing import NamedTuple
 
 from rlinf_jax.agents import formats
+
+UNKNOWN = '\ufffd'  # Stands for bytes that are no character yet.
+SPACE = '\u2581'  # Stands for a space in vocabularies of SentencePiece.
 
 
 class Text(NamedTuple):
@@ -33,7 +38,7 @@ def settled(text: str, stop: Sequence[str]) -> str:
   A character of several tokens is not settled, nor is what may become a stop
   text.
   """
-  text = text.rstrip('\ufffd')
+  text = text.rstrip(UNKNOWN)
   held = max((len(x) - 1 for x in stop), default=0)
   return text[: len(text) - held] if held else text
 
@@ -79,20 +84,65 @@ def finish_reason(message: dict, has_ended: bool) -> str:
   return 'tool_calls' if message.get('tool_calls') else 'stop'
 
 
-def logprobs(tokenizer, ids: Sequence[int], logp: Sequence[float]) -> dict:
-  """Log-probabilities of the tokens of a reply."""
+def logprobs(
+  tokenizer, ids: Sequence[int], logp: Sequence[float], start: int = 0
+) -> dict:
+  """Log-probabilities of the tokens of a reply.
+
+  Args:
+    tokenizer: of the model.
+    ids: of the whole reply.
+    logp: of each.
+    start: the first that is told of.
+  """
   rows = []
-  for token, value in zip(ids, logp, strict=True):
-    text = tokenizer.decode([token])
+  for i in range(start, len(ids)):
+    text, data = token_text(tokenizer, ids[i], is_first=i == 0)
     rows.append(
       {
         'token': text,
-        'logprob': value,
-        'bytes': list(text.encode()),
+        'logprob': logp[i],
+        'bytes': list(data),
         'top_logprobs': [],
       }
     )
   return {'content': rows, 'refusal': None}
+
+
+def token_text(tokenizer, token: int, is_first: bool) -> tuple[str, bytes]:
+  """The text of a token, and its bytes, which may be a part of a character.
+
+  Args:
+    tokenizer: of the model.
+    token: its id.
+    is_first: whether it begins a text; some tokenizers drop a space there.
+  """
+  text, piece = (
+    tokenizer.decode([token]),
+    tokenizer.convert_ids_to_tokens(token),
+  )
+  if not is_first and piece.startswith(SPACE) and not text.startswith(' '):
+    text = f' {text}'
+  if UNKNOWN not in text:
+    return text, text.encode()
+  if byte := re.fullmatch('<0x([0-9A-F]{2})>', piece):
+    return text, bytes.fromhex(byte[1])
+  letters = _byte_of_letter()
+  if all(x in letters for x in piece):
+    return text, bytes(letters[x] for x in piece)
+  return text, text.encode()
+
+
+@functools.cache
+def _byte_of_letter() -> dict[str, int]:
+  """The bytes of the letters that stand for them in vocabularies like GPT-2's.
+
+  Those that can be printed stand for themselves, the others follow at 256.
+  """
+  printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [x for x in range(256) if x not in printed]
+  letters = {chr(x): x for x in printed}
+  return letters | {chr(256 + i): x for i, x in enumerate(others)}
 
 
 def usage(prompt: int, completion: int) -> dict:

@@ -87,6 +87,9 @@ class Episode(NamedTuple):
     """Tells the environment a turn of the speaker."""
     roles, i = base.roles(self.env), self.speaker
     step = self.env.step(text)
+    # Here, what is no number fails its own episode.
+    terms = {name: float(x) for name, x in step.terms.items()}
+    step = step._replace(terms=terms)
     texts = (*self.texts[:i], (*self.texts[i], text), *self.texts[i + 1 :])
     reader = i if step.role is None else base.role_number(roles, step.role)
     answer = Answer(

@@ -250,7 +250,7 @@ class Completion:
     if not self.request.logprobs:
       return None
     return replies.logprobs(
-      self.served.tokenizer, choice.ids[start:], choice.logp[start:]
+      self.served.tokenizer, choice.ids, choice.logp, start
     )
 
   def _usage(self) -> dict:

@@ -38,6 +38,9 @@ KNOWN = {
 }
 
 
+IN_MESSAGES = {'role', 'content', 'name', 'tool_calls', 'tool_call_id'}
+
+
 class RequestError(Exception):
   """A request that is refused, as OpenAI's API says it.
 
@@ -106,6 +109,8 @@ def read_json(body: bytes) -> dict:
   """
   try:
     raw = json.loads(body)
+    # An escape such as \\ud800 alone is no character, and no reply can tell it.
+    json.dumps(raw, ensure_ascii=False).encode()
   except (ValueError, RecursionError):
     raw = None
   if not isinstance(raw, dict):
@@ -138,7 +143,11 @@ def parse(raw: Mapping[str, Any], model: str) -> ChatRequest:
   if (choice := raw.get('tool_choice')) not in (None, 'auto', 'none'):
     raise _refused('tool_choice', "may be 'auto' or 'none' here")
   options = raw.get('stream_options') or {}
-  _check(isinstance(options, dict), 'stream_options', 'must be an object')
+  _check(
+    isinstance(options, dict) and options.keys() <= {'include_usage'},
+    'stream_options',
+    'may have include_usage alone here',
+  )
   limit = _integer(raw, 'max_completion_tokens', 1, 2**31 - 1)
   old_limit = _integer(raw, 'max_tokens', 1, 2**31 - 1)
   tools = _tools(raw.get('tools'))
@@ -146,7 +155,7 @@ def parse(raw: Mapping[str, Any], model: str) -> ChatRequest:
     messages=_messages(raw.get('messages')),
     tools=[] if choice == 'none' else tools,
     stream=_flag(raw, 'stream'),
-    usage=bool(options.get('include_usage')),
+    usage=_flag(options, 'include_usage'),
     logprobs=_flag(raw, 'logprobs'),
     limit=limit if limit is not None else old_limit,
     temperature=_temperature(raw.get('temperature')),
@@ -219,6 +228,9 @@ def _message(x) -> dict:
   fits = isinstance(x, dict) and x.get('role') in ROLES
   _check(fits, 'messages', f'must have objects with a role of {ROLES}')
   content, calls = x.get('content'), x.get('tool_calls')
+  # Clients send empty fields of replies back, such as `refusal`.
+  unknown = [k for k, value in x.items() if value and k not in IN_MESSAGES]
+  _check(not unknown, 'messages', f'may not have {unknown!r:.100} here')
   if isinstance(content, list):
     parts = all(
       isinstance(p, dict)

@@ -1,5 +1,6 @@
 """Calls with a limit of time, in threads that end with them."""
 
+import asyncio
 import sys
 import threading
 import time
@@ -71,6 +72,19 @@ def test_a_call_that_exits_is_a_failure_and_not_late():
   failed, fine = pool.map(lambda x: sys.exit() if x else x, [1, 0])
   assert time.monotonic() - start < 10
   assert str(failed) == 'it called sys.exit' and fine == 0
+
+
+def test_a_call_that_is_cancelled_within_is_a_failure_and_not_late():
+  """Asyncio raises what is no Exception."""
+
+  async def cancelled():
+    raise asyncio.CancelledError
+
+  pool = deadline.Pool(1, 30.0)
+  start = time.monotonic()
+  (failed,) = pool.map(lambda _: asyncio.run(cancelled()), [0])
+  assert time.monotonic() - start < 10
+  assert str(failed) == 'it raised CancelledError()'
 
 
 def test_calls_that_return_at_their_limit_leave_the_pool_working():

@@ -154,6 +154,44 @@ def test_a_long_answer_and_the_last_turn_truncate(folder, monkeypatch):
   assert problem.answer.terms['turns'].tolist() == [1, 4, 2]
 
 
+def test_episodes_that_the_last_round_cuts_are_not_kept(folder, monkeypatch):
+  made, init = [], stepping.Steps.__init__
+
+  def noted(self, *args):
+    made.append(self)
+    init(self, *args)
+
+  monkeypatch.setattr(stepping.Steps, '__init__', noted)
+  _, x = play(monkeypatch, folder, [['a'] * 4, ['a', 'stop']])
+  assert x.truncated.tolist() == [1, 0]
+  (steps,) = made
+  assert not steps._live and not steps._calls
+
+
+class Halves:
+  """Repeats halves of characters, as tools may do that read a model's JSON."""
+
+  terms = ('heard',)
+
+  def reset(self, problem):
+    del problem
+    return [{'role': 'user', 'content': '7'}]
+
+  def step(self, text):
+    messages = [{'role': 'user', 'content': f'{text}\ud800'}]
+    heard = 'much' if text == 'b' else 1
+    return agents_base.TimeStep(
+      messages, state='\ud800', terms={'heard': heard}
+    )
+
+
+def test_odd_answers_of_an_environment_end_no_run(folder, monkeypatch):
+  """What is no number to log loses its own episode."""
+  problem, x = play(monkeypatch, folder, [['a'] * 4, ['b'] * 4], make=Halves)
+  assert x.env_failed.tolist() == [0, 1]
+  assert problem.answer.terms['heard'].tolist() == [4, 0]
+
+
 def test_two_roles_hear_each_other_through_the_environment(folder, monkeypatch):
   """Rows of a problem are adjacent: that of the asker, and of the answerer."""
   tokenizer = tokens.load_tokenizer(folder)

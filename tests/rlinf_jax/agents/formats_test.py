@@ -52,6 +52,10 @@ def test_pythonic_calls_are_read(text, calls):
     '[a.b(c=1)]',
     '[' * 5000,
     '[x for x in y]',
+    '[add(**{"a": 1})]',
+    '[add(a={1, 2})]',  # JSON, in which a client reads it, has no sets.
+    '[add(a=b"1")]',
+    '[add(a=1e999)]',
   ],
 )
 def test_broken_pythonic_calls_are_refused(text):

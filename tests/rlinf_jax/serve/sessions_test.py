@@ -272,3 +272,35 @@ def test_numbers_out_of_range_are_refused(serve, number):
     url = f'{client.base_url}{path}'
     assert httpx.post(url, headers=headers, content=body).status_code == 400
   assert session.reward is None
+
+
+SAID = {'role': 'assistant', 'content': 'x'}
+
+
+@pytest.mark.parametrize(
+  'fields, says',
+  [
+    ({'messages': [SAID | {'reasoning_content': 'so'}]}, 'reasoning_content'),
+    ({'messages': [SAID | {'function_call': {'name': 'f'}}]}, 'function_call'),
+    ({'stream_options': {'include_usage': 'no'}}, 'true or false'),
+    ({'stream_options': {'usage': True}}, 'include_usage alone'),
+    ({'\ud800': 1}, 'UTF-8'),
+    ({'messages': [{'role': 'user', 'content': '\ud800'}]}, 'UTF-8'),
+  ],
+)
+def test_what_would_be_ignored_or_is_no_text_is_refused(serve, fields, says):
+  client, session, _ = serve('one')
+  answer = httpx.post(
+    f'{client.base_url}chat/completions',
+    headers={'authorization': f'Bearer {session.token}'},
+    content=json.dumps({'model': 'model', 'messages': ASK} | fields),
+  )
+  assert answer.status_code == 400, answer.text
+  assert says in answer.json()['error']['message']
+
+
+def test_a_message_is_sent_back_with_its_empty_fields(serve):
+  client, session, _ = serve('one', 'two')
+  said = chat(client).choices[0].message.model_dump()  # Such as `audio`: None.
+  chat(client, [*ASK, said | {'annotations': []}, *ASK])
+  assert len(session.trajectories()) == 1
