@@ -53,7 +53,9 @@ def read_examples(
       `files.PROMPT_COLUMNS` that the file has.
     completion_column: the column of completions; by default, the first of
       `COMPLETION_COLUMNS` that it has. A file without one, but with a column
-      of messages, has conversations whose last message is the completion.
+      of messages, has conversations whose last message is the completion. So
+      has one whose prompts would be messages that end with a reply, as where
+      `answer` is what a reward compares with.
     image_column: as for `files.read`.
 
   Raises:
@@ -65,14 +67,9 @@ def read_examples(
   rows = []
   for where, row in files.records(path):
     if not rows:
-      find = _Columns(row, where)
-      completion_column = find.column(
-        'completion_column', completion_column, COMPLETION_COLUMNS, MESSAGES
+      prompt_column, completion_column = _example_columns(
+        _Columns(row, where), prompt_column, completion_column
       )
-      if completion_column != MESSAGES:
-        prompt_column = find.column(
-          'prompt_column', prompt_column, files.PROMPT_COLUMNS
-        )
     prompt = ()
     if completion_column != MESSAGES:
       prompt = files.checked_prompt(
@@ -147,6 +144,12 @@ class _Columns:
     """Whether a column is given, or a usual one exists."""
     return given is not None or not self._row.keys().isdisjoint(usual)
 
+  def ends_with_reply(self, name: str) -> bool:
+    """Whether a column has messages, of which the assistant has the last."""
+    messages = self._row[name]
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get('role') == 'assistant'
+
   def column(
     self,
     argument: str,
@@ -163,6 +166,21 @@ class _Columns:
       f'{self._where} has no column {needed}; its columns are '
       f'{config_errors.join_names(self._row)}: bind {argument} to one of them.'
     )
+
+
+def _example_columns(
+  find: _Columns, prompt: str | None, completion: str | None
+) -> tuple[str | None, str]:
+  """The columns of prompts and of completions, as `read_examples` is given."""
+  found = find.column(
+    'completion_column', completion, COMPLETION_COLUMNS, MESSAGES
+  )
+  if found == MESSAGES:
+    return prompt, found
+  prompt = find.column('prompt_column', prompt, files.PROMPT_COLUMNS)
+  if not completion and prompt == MESSAGES and find.ends_with_reply(prompt):
+    return prompt, MESSAGES
+  return prompt, found
 
 
 def _row(prompt, row: dict[str, Any], columns, where: str) -> Row:

@@ -67,7 +67,7 @@ def read(
     difficulty_column: the column of numbers that are higher for harder
       questions, such as a level; None if there is none.
     image_column: the column of pictures; by default, the first of
-      `pictures.COLUMNS` that the file has, if any.
+      `pictures.COLUMNS` that the file has, if any; '' for none.
 
   Raises:
     ImportError: for a parquet file without pyarrow.

@@ -37,7 +37,8 @@ def attach(
     row: the columns of its row.
     folder: what paths are relative to.
     where: file and line, for errors.
-    column: the column of pictures; None for the first of `COLUMNS`.
+    column: the column of pictures; None for the first of `COLUMNS`, '' for
+      none.
 
   Returns:
     The question and its pictures, in the order of their places. The contents of
@@ -144,6 +145,8 @@ def _listed(
   row, column: str | None, folder: pathlib.Path, where: str
 ) -> tuple[Image, ...] | None:
   """The pictures in a row's column; None without such a column."""
+  if column == '':
+    return None
   if column is not None and column not in row:
     raise ValueError(
       f'{where} has no column {column!r} of pictures; its columns are '
@@ -184,6 +187,8 @@ def _image(value: Any, folder: pathlib.Path, where: str) -> Image:
   if not found:
     raise ValueError(
       f'{where} names the picture {value[:200]!r}, and there is no such file '
-      f'in {folder}: copy it there, or give its path relative to that folder.'
+      f'in {folder}: copy it there, or give its path relative to that folder. '
+      "Of a column of other things, bind image_column = '' (IMAGES in gin), or "
+      'give it another name.'
     )
   return path

@@ -53,7 +53,16 @@ def documents(workdir: str) -> str:
 def draw(
   rng: np.random.Generator, rows: int, held_out: bool
 ) -> list[dict[str, str]]:
-  """Questions about random people; those held out are asked once each."""
+  """Questions about random people; those held out are asked once each.
+
+  Raises:
+    ValueError: for more rows held out than there are people.
+  """
+  if held_out and rows > HELD_OUT:
+    raise ValueError(
+      f'{rows} problems are held out, and {HELD_OUT} people are: set '
+      'problems.problems.held_out to at most as many.'
+    )
   known = facts()[:HELD_OUT] if held_out else facts()[HELD_OUT:]
   chosen = rng.choice(len(known), rows, replace=not held_out)
   rows = [known[i] for i in chosen.tolist()]

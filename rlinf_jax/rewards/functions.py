@@ -32,11 +32,18 @@ def boxed(completion: base.Completion) -> float:
   return float(text.count('\\boxed') == 1 and bool(final_answer.in_box(text)))
 
 
-def thinks(completion: base.Completion) -> float:
-  """1 if a completion is `<think>…</think>` and then an answer, each once."""
-  before, start, rest = completion.text.partition('<think>')
+def thinks(completion: base.Completion, *, is_open: bool = False) -> float:
+  """1 if a completion is `<think>…</think>` and then an answer, each once.
+
+  Args:
+    completion: its text.
+    is_open: whether `<think>` is the end of the prompt, where some chat
+      templates write it, and not the beginning of the completion.
+  """
+  text = f'<think>{completion.text}' if is_open else completion.text
+  before, start, rest = text.partition('<think>')
   thought, end, answer = rest.partition('</think>')
-  tags = completion.text.count('<think>'), completion.text.count('</think>')
+  tags = text.count('<think>'), text.count('</think>')
   complete = start and end and tags == (1, 1)
   return float(
     bool(complete and not before.strip() and thought.strip() and answer.strip())

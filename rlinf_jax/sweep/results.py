@@ -169,6 +169,7 @@ def plot(
   Raises:
     ValueError: if no finished point logged the metric.
   """
+  import matplotlib
   from matplotlib import figure
 
   curves = {name: curve(points, metric) for name, points in groups.items()}
@@ -182,6 +183,14 @@ def plot(
       f'{config_errors.suggest(metric, logged)}'
     )
   picture = figure.Figure(figsize=(7.5, 4.5), layout='constrained')
+  # Settings may be paths with variables: `$A/x` and `$B/y` are no mathematics.
+  with matplotlib.rc_context({'text.parse_math': False}):
+    _draw(picture, curves, metric)
+    picture.savefig(path, dpi=150)
+
+
+def _draw(picture, curves, metric: str) -> None:
+  """Draws the curves of settings, by name; None for one without points."""
   axes = picture.add_subplot(
     xlabel='updates',
     ylabel=metric,
@@ -198,7 +207,6 @@ def plot(
     )
   axes.xaxis.get_major_locator().set_params(integer=True)
   axes.legend()
-  picture.savefig(path, dpi=150)
 
 
 def _is_seed(name: str) -> bool:

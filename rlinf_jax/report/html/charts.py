@@ -24,6 +24,7 @@ STYLE = {
   'svg.hashsalt': 'rlinf_jax',
   'font.family': 'DejaVu Sans',
   'font.size': 11,
+  'text.parse_math': False,  # Names may have dollars.
   'text.color': PLACEHOLDERS['ink'],
   'xtick.color': PLACEHOLDERS['soft'],
   'ytick.color': PLACEHOLDERS['soft'],

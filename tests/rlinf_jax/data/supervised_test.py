@@ -57,6 +57,8 @@ ROWS = [
   {'prompt': [USER], 'completion': [reply('2')]},
   {'question': '1+1=?', 'answer': '2'},
   {'messages': [USER, reply('2')]},
+  {'messages': [USER, reply('2')], 'answer': 'for a reward'},
+  {'messages': [USER], 'answer': '2'},
 ]
 
 
@@ -66,6 +68,14 @@ def test_an_example_is_a_prompt_and_its_reply_with_an_end(row, model, tmp_path):
   want = 'user:1+1=?;assistant:', f'2;{tokens.END}'
   assert texts(model, batch) == [want] * 2
   assert batch.prompt.mask.sum() == batch.prompt.mask[:, -21:].sum() == 42
+
+
+def test_a_column_image_need_not_have_pictures(model, tmp_path):
+  path = write(tmp_path, ROWS[0] | {'image': 'python:3.11'})
+  with pytest.raises(ValueError, match="bind image_column = ''"):
+    first(supervised.examples, model, path)
+  batch = first(supervised.examples, model, path, image_column='')
+  assert texts(model, batch)[0][0] == 'user:1+1=?;assistant:'
 
 
 def test_without_a_chat_a_reply_follows_the_prompt(model, tmp_path):

@@ -32,6 +32,11 @@ def test_people_held_out_are_not_asked_about_in_training():
   assert not held_out & asked(5000, False)
 
 
+def test_more_people_held_out_than_there_are_are_refused():
+  with pytest.raises(ValueError, match='257 .* 256 people .* to at most'):
+    two_hops.draw(np.random.default_rng(0), two_hops.HELD_OUT + 1, True)
+
+
 def test_two_searches_find_the_answer_and_one_does_not(env):
   """For each person held out, by the words of the demonstrator."""
   rng = np.random.default_rng(0)

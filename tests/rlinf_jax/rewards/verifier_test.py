@@ -114,6 +114,22 @@ def test_formats(text, boxed, thinks):
   assert functions.thinks(completion(text)) == thinks
 
 
+@pytest.mark.parametrize(
+  'text, thinks',
+  [
+    ('a</think>b', 1),
+    ('</think>b', 0),
+    ('a</think>', 0),
+    ('a', 0),
+    ('<think>a</think>b', 0),
+    ('a</think>b</think>c', 0),
+  ],
+)
+def test_a_thought_that_the_prompt_begins_is_ended(text, thinks):
+  assert functions.thinks(completion(text), is_open=True) == thinks
+  assert functions.thinks(completion('a</think>b')) == 0  # By default.
+
+
 def test_length_is_punished_over_the_last_tokens():
   within = functools.partial(functions.within_length, buffer=20)
   lengths = np.array([1, 80, 85, 90, 100])

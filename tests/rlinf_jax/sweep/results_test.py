@@ -120,6 +120,14 @@ def test_a_curve_of_one_point_has_no_spread():
   assert np.isnan(spread).all()
 
 
+def test_names_of_settings_may_have_dollars():
+  points = ran(HIGH, SEED)
+  groups = {'TRAIN=$A/a_b_c.jsonl,EVAL=$B/d.jsonl': points}
+  path = pathlib.Path('dollars.png')
+  results.plot(groups, 'eval/accuracy', path)
+  assert path.stat().st_size
+
+
 def test_the_plot_has_one_line_per_setting(monkeypatch):
   from matplotlib import figure
 

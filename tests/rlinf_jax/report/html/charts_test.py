@@ -41,6 +41,11 @@ def test_long_curves_are_downsampled_to_means():
   np.testing.assert_array_equal(charts.downsample(value[:400]), value[:400])
 
 
+def test_names_may_have_dollars():
+  record = {'place': 'a', 'stage': '$x^$', 'step': 1, 'start': 0.0, 'end': 1.0}
+  assert '$x^$' in charts.gantt([record], {'$x^$': 1}, width=300)
+
+
 def test_a_picture_does_not_depend_on_those_before_it():
   curve = charts.Curve(np.arange(5), np.arange(5.0))
   first = charts.curves([curve], width=300, height=150)
