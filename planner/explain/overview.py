@@ -20,6 +20,26 @@ def _steady(simulation) -> list[clock.Span]:
   return [span for span in simulation.spans if span.step == last]
 
 
+def of_a_period(simulation) -> list[clock.Span]:
+  """Returns the spans from the end of one step to the next, from second zero.
+
+  With stale parameters, several steps overlap in this interval. It begins
+  where the pipeline is full, and cuts the spans that reach beyond it.
+  """
+  half = (max((span.step for span in simulation.spans), default=0) + 1) // 2
+  ends = (s.end for s in simulation.spans if s.step == half - 1)
+  start = max(ends, default=0.0)
+  return [
+    span._replace(
+      step=span.step - half,
+      start=max(0.0, span.start - start),
+      end=min(span.end - start, simulation.period),
+    )
+    for span in simulation.spans
+    if start < span.end and span.start < start + simulation.period
+  ]
+
+
 def flows(flow: graph.Flow) -> Iterator[graph.Flow]:
   """Yields a flow and the bodies of its loops."""
   yield flow
@@ -54,22 +74,19 @@ def letters(flow: graph.Flow) -> dict[str, str]:
 
 
 def chart(flow: graph.Flow, simulation, width: int = 60) -> str:
-  """Draws a step as text: a line for each place, a letter for each stage."""
-  spans = _steady(simulation)
-  if not spans:
+  """Draws a period as text: a line for each place, a letter for each stage."""
+  if not simulation.spans:
     return 'Nothing takes any time.'
-  begin, end = min(s.start for s in spans), max(s.end for s in spans)
-  scale = width / (end - begin) if end > begin else 0.0
+  scale = width / simulation.period if simulation.period else 0.0
   sign = letters(flow)
-  lines = {}
-  for span in spans:
-    line = lines.setdefault(span.place, [IDLE] * width)
+  lines = {span.place: [IDLE] * width for span in simulation.spans}
+  for span in of_a_period(simulation):
     if span.what == 'wait':
       continue
+    line = lines[span.place]
     stage = stage_of(flow, span)
     mark = sign[stage] if stage else MOVING
-    first = int((span.start - begin) * scale)
-    until = int((span.end - begin) * scale)
+    first, until = int(span.start * scale), int(span.end * scale)
     for i in range(first, max(until, min(first + 1, width))):
       if until > first or line[i] == IDLE:
         line[i] = mark

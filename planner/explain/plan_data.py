@@ -127,26 +127,19 @@ def _cluster(cluster) -> dict[str, Any]:
 
 
 def timeline(evaluation: evaluate_plan.PlanEvaluation) -> list[dict[str, Any]]:
-  """Returns the spans of all places from the end of one step to the next.
-
-  With stale parameters, several steps overlap in this interval.
-  """
-  spans = evaluation.simulation.spans
-  half = evaluate_plan.STEPS // 2
-  start = max((s.end for s in spans if s.step == half - 1), default=0.0)
-  end = start + evaluation.simulation.period
+  """Returns what places do in a period, as `overview.of_a_period`."""
   return [
     {
       'place': span.place,
       'what': span.what,
       'stage': overview.stage_of(evaluation.flow, span),
       'piece': _piece(evaluation.flow, span),
-      'step': span.step - half,
-      'start': max(span.start, start) - start,
-      'end': min(span.end, end) - start,
+      'step': span.step,
+      'start': span.start,
+      'end': span.end,
     }
-    for span in spans
-    if span.start < end and span.end > start and span.what != 'wait'
+    for span in overview.of_a_period(evaluation.simulation)
+    if span.what != 'wait'
   ]
 
 

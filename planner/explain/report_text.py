@@ -1,6 +1,7 @@
 """The sentences of a plan report."""
 
 from collections.abc import Mapping, Sequence
+import math
 from typing import Any
 
 from planner import formatting
@@ -17,6 +18,11 @@ def by(factor: float) -> str:
   if factor <= 0.5:
     return f'÷ {1 / factor:g}'
   return f'{100 * (factor - 1):+.0f} %'.replace('-', '−')
+
+
+def at_most(share: float) -> str:
+  """Formats an upper bound in percent, rounded up: `0.1 %` for 0.0004."""
+  return f'{math.ceil(1000 * share - 1e-9) / 10:.1f} %'
 
 
 def known(shares: Mapping[str, float]) -> str:
@@ -45,7 +51,7 @@ def runners_up(data: Mapping[str, Any]) -> list[str]:
   lines = []
   for entry in data['ranked'][1:]:
     lines.append(
-      f'  +{100 * entry["relative_slowdown"]:.1f} %  {entry["summary"]}'
+      f'  {100 * entry["relative_slowdown"]:+.1f} %  {entry["summary"]}'
     )
     lines.append(f'          {entry["reason"]}')
   return ['The next plans, of those simulated:', *lines] if lines else []

@@ -224,9 +224,12 @@ def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
   proof = 'proved the fastest of its space'
   if chosen.gap is None:
     proof = 'as the run began'
+  elif chosen.gap == 1:
+    proof = 'of which nothing is proved: the search was stopped'
   elif chosen.gap:
     space = 'with one mesh on each device' if turns else 'of its space'
-    proof = f'no plan {space} can be more than {chosen.gap:.0%} faster'
+    most = report_text.at_most(chosen.gap)
+    proof = f'no plan {space} can be more than {most} faster'
   elif turns:
     proof = 'no plan with one mesh on each device is faster (proved)'
   line = overview.one_line(step, chosen.plan)

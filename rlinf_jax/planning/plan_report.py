@@ -329,8 +329,9 @@ def _searched(result, cluster) -> str:
     proof = f'time was up before anything was proved: {more}'
   elif result.gap:
     proof = (
-      f'no plan of this space can be more than {100 * result.gap:.1f} % '
-      f'faster; the search was stopped: {more}'
+      'no plan of this space can be more than '
+      f'{report_text.at_most(result.gap)} faster; the search was stopped: '
+      f'{more}'
     )
   device = cluster.device
   memory = formatting.byte_size(device.memory_bytes)

@@ -21,23 +21,37 @@ COLORS = 7  # Stages with a color of their own; the others share the eighth.
 def text(data: Mapping[str, Any]) -> str:
   """The page of a plan, from the data of `planner.explain.plan_data`."""
   cluster, is_feasible = data['cluster'], 'plan' in data
-  gap = data['searched']['gap']
-  proof = 'proved to be the fastest' if is_feasible else 'no plan fits'
-  if not is_feasible and not data['searched']['proved']:
-    proof = 'no plan was found, and nothing is proved'
-  if is_feasible and gap:
-    proof = f'at most {gap:.1%} slower than the fastest'
   memory = formatting.byte_size(cluster['memory'])
   kind = f'{cluster["devices"]} × {cluster["device"]}, {memory} each'
   return page.render(
     'plan_template.html',
     kind=html.escape(kind),
-    state='finished' if is_feasible and not gap else 'unfinished',
-    proof=proof,
+    state='finished' if _is_fastest(data) else 'unfinished',
+    proof=_proof(data),
     summary=html.escape(_summary(data)),
     figures=page.key_figures(_key_figures(data)) if is_feasible else '',
     body=_feasible(data) if is_feasible else _infeasible(data),
   )
+
+
+def _is_fastest(data) -> bool:
+  return 'plan' in data and not data['searched']['gap']
+
+
+def _proof(data) -> str:
+  """Says what the search has proved of the plan, or of all plans."""
+  gap = data['searched']['gap']
+  if 'plan' not in data:
+    if data['searched']['proved']:
+      return 'no plan fits'
+    return 'no plan was found, and nothing is proved'
+  if gap == 1:
+    return 'nothing is proved of it'
+  if gap:
+    # A fraction of its seconds; of those of a faster plan, it is more.
+    slower = report_text.at_most(gap / (1 - gap))
+    return f'at most {slower} slower than the fastest'
+  return 'proved to be the fastest'
 
 
 def _feasible(data) -> str:
@@ -103,8 +117,9 @@ def _key_figures(data) -> list[tuple[str, str, str]]:
   for alternative in data['alternatives'][:1]:
     if 'seconds' in alternative:
       less = 1 - data['seconds'] / alternative['seconds']
-      label = f'less: {alternative["title"]}'.replace(': The', ' than the')
-      figures.append((label, f'<b>{less:.0%}</b>', ''))
+      word = 'less' if less >= 0 else 'more'
+      label = f'{word}: {alternative["title"]}'.replace(': The', ' than the')
+      figures.append((label, f'<b>{abs(less):.0%}</b>', ''))
   plan = data['plan']
   used = sum(len(place['devices']) for place in plan['places'].values())
   available = data['cluster']['devices']
@@ -131,7 +146,8 @@ def _colors(data) -> dict[str, int]:
 
 def _timelines(data, colors) -> str:
   """Timelines of the plan and of the alternatives, on one scale."""
-  plans = [('The fastest plan', data)]
+  unproved = data['searched']['gap'] == 1
+  plans = [('This plan' if unproved else 'The fastest plan', data)]
   plans += [
     (alternative['title'], alternative) for alternative in data['alternatives']
   ]
@@ -290,7 +306,7 @@ def _ranked(data) -> str:
     segments = [(parts['work'], 1), (parts['waits'], 8), (parts['moves'], 5)]
     bar = _meter([(n / longest, color) for n, color in segments])
     rows.append(
-      f'<tr><td class="nowrap">+{100 * entry["relative_slowdown"]:.1f} %</td>'
+      f'<tr><td class="nowrap">{100 * entry["relative_slowdown"]:+.1f} %</td>'
       f'<td class="nowrap">{formatting.seconds(entry["seconds"])}{bar}</td>'
       f'<td class="text">{html.escape(title + entry["summary"])}'
       f'<small>{html.escape(entry["reason"])}</small></td></tr>'

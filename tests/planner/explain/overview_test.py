@@ -40,6 +40,20 @@ def test_a_chart_shows_overlapping_pieces():
   assert lines[:2] == ['actor    aaaaaaaa······', 'learner  ··bbbbbbbbcccc']
 
 
+def test_a_chart_of_overlapping_steps_shows_one_period():
+  flow = toys.chain('row', 'row', carried=False)
+  cost = toys.Known({'a': 4, 'b': 6})
+  places = {'x': plan.Placement((0,)), 'y': plan.Placement((1,))}
+  chosen = plan.Plan(places, {'a': 'x', 'b': 'y'})
+  flow, programs = passes.lower(flow, chosen, cost)
+  found = simulate.simulate(flow, programs, cost, staleness=1)
+  assert overview.chart(flow, found, width=12).splitlines()[:3] == [
+    'x  aaaaaaaa····',
+    'y  bbbbbbbbbbbb',
+    '   0          6 s',
+  ]
+
+
 def test_moves_between_device_and_host_are_shown():
   flow, _, evaluation = simulated(offload=('a',), all='abc')
   assert overview.MOVING in overview.chart(flow, evaluation).splitlines()[0]

@@ -16,6 +16,7 @@ from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.search.plans import space as space_lib
 from rlinf_jax.planning import plan_report, searches
+from rlinf_jax.report import plan_page
 from rlinf_jax.report.html import terms
 from rlinf_jax.runtime import programs
 from sharding import rules
@@ -86,6 +87,26 @@ def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
   assert plan_lib.parse(data['plan']).stages == found.best.stages
   seconds = [entry['seconds'] for entry in data['ranked']]
   assert seconds == sorted(seconds) and seconds[0] == found.seconds
+
+
+@pytest.mark.slow
+def test_a_page_says_no_more_than_the_search_has_proved(roomy):
+  data = dict(
+    roomy[2], alternatives=[dict(a) for a in roomy[2]['alternatives']]
+  )
+  own = data['alternatives'][0]
+  own |= {'seconds': 0.5 * data['seconds'], 'relative_slowdown': -0.5}
+  for gap, words in (
+    (1.0, 'nothing is proved of it'),
+    (0.5, 'at most 100.0 % slower than the fastest'),
+    (1e-5, 'at most 0.1 % slower than the fastest'),
+  ):
+    data['searched'] = data['searched'] | {'gap': gap}
+    shown = ' '.join(Reader(plan_page.text(data)).words)
+    assert words in shown
+    assert ('The fastest plan ' in shown) == (gap < 1)
+    assert '-50.0 %' in shown and '+-' not in shown
+    assert "100% more than the recipe's own plan" in shown
 
 
 class Reader(html.parser.HTMLParser):

@@ -31,6 +31,22 @@ def test_a_slow_reward_takes_as_long_as_it_takes():
   assert calls[1] < calls[-1] and sum(calls) * 0.002 < 0.5
 
 
+def test_a_call_that_another_process_delays_does_not_count(monkeypatch):
+  monkeypatch.setattr(pool, 'default_processes', lambda: 1)
+  calls = []
+
+  def delayed_once(answer, action, mask):
+    calls.append(len(action))
+    if calls.count(flow.rows_of(node)) == 1:
+      time.sleep(0.1)
+
+  flow = traced(delayed_once)
+  (node,) = [node for node in flow.nodes if node.name == 'reward']
+  (found,) = host_timing.seconds_per_row(flow).values()
+  assert calls[-1] == flow.rows_of(node)
+  assert found < 0.1 / calls[-1]
+
+
 def test_the_start_of_processes_does_not_count(monkeypatch):
   """Each process of a pool starts with the first row that it gets."""
   to_start = [0.1] * 4
