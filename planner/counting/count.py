@@ -10,7 +10,7 @@ that may end early, as decoding does, counts with its maximum trip count;
 `costs.decoding.decode` corrects this where lengths are known.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -365,7 +365,10 @@ def _turns_as_passes(work: Work) -> Work:
 
 
 def of_flow(
-  flow: graph.Flow, trips: int | None = None, platform: str | None = None
+  flow: graph.Flow,
+  trips: int | None = None,
+  platform: str | None = None,
+  known: Container[str] = (),
 ) -> dict[str, StageWork | None]:
   """Counts the work of every stage, from its call with the most rows.
 
@@ -373,10 +376,11 @@ def of_flow(
     flow: as recorded.
     trips: trip count of `while` loops whose maximum is not visible.
     platform: what stages are traced for, as in `work`.
+    known: stages that are left out.
   """
   nodes = {}
   for node in flow.nodes:
-    if not graph.is_plumbing(node):
+    if not graph.is_plumbing(node) and node.name not in known:
       largest = nodes.setdefault(node.name, node)
       if flow.rows_of(node) > flow.rows_of(largest):
         nodes[node.name] = node

@@ -12,16 +12,14 @@ import typing
 from planner import formatting
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
-from planner.costs.mesh import allowed_meshes
 from planner.counting import count
 from planner.explain import overview, report_text
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import program, unroll
+from planner.lower import unroll
 from planner.search import deadline as deadline_lib
-from planner.search.plans import second_mesh
 from planner.simulation import evaluate_plan
-from rlinf_jax.planning import evaluation_rows, remedies, searches
+from rlinf_jax.planning import evaluation_plan, remedies, searches
 from rlinf_jax.planning.profiling import flow_profile
 from sharding import rules as rules_lib
 
@@ -55,12 +53,14 @@ class ChosenPlan:
     prediction: the predicted time of a step.
     gap: by what fraction of the predicted time another plan of the searched
       space might still be faster; None if there was no search.
+    notice: a sentence where evaluations may need too much memory.
   """
 
   plan: plan_lib.Plan
   model: roofline.Roofline
   prediction: Prediction
   gap: float | None
+  notice: str | None = None
 
   @property
   def cost(self) -> cost_table.CostTable:
@@ -114,8 +114,8 @@ def search(step, evaluate, staleness, model) -> ChosenPlan:
   """
 
   def evaluates(plan):
-    plan = _with_evaluation(plan, step, evaluate, model)
-    return not evaluation_rows.refusal(evaluate, model.layout, plan)
+    plan = evaluation_plan.with_evaluation(plan, step, evaluate, model)
+    return not evaluation_plan.refusal(evaluate, model.layout, plan)
 
   for seconds in (SECONDS, PATIENCE):
     deadline = deadline_lib.Deadline(seconds)
@@ -124,9 +124,9 @@ def search(step, evaluate, staleness, model) -> ChosenPlan:
       break
   if result.best is None:
     raise ValueError(_refusal(step, evaluate, model, result))
-  best = _with_evaluation(result.best, step, evaluate, model)
+  best, notice = evaluation_plan.fit(result.best, step, evaluate, model)
   prediction = predict_step(step, staleness, model, best)
-  return ChosenPlan(best, model, prediction, result.gap)
+  return ChosenPlan(best, model, prediction, result.gap, notice)
 
 
 def _refusal(step, evaluate, model, result) -> str:
@@ -187,36 +187,6 @@ def predict_step(
   )
 
 
-def _with_evaluation(plan, step, evaluate, model) -> plan_lib.Plan:
-  """Places the stages that only evaluations have.
-
-  They go to the place that holds most of what evaluations read, among those
-  whose meshes divide their rows; of several such places to one that generates.
-  """
-  rest = [name for name in evaluate.stages if name not in plan.stages]
-  homes = program.homes(step, plan)
-  fitting = [
-    name
-    for name, place in plan.places.items()
-    if allowed_meshes.fits(evaluate, model.layout, rest, place.axes)
-  ]
-  bytes_at = dict.fromkeys(fitting or plan.places, 0)
-  starts = [start for start, _ in step.carry]
-  for i, (start, _) in enumerate(evaluate.carry):
-    if start in evaluate.readers:
-      for place in bytes_at.keys() & homes[starts[i]]:
-        bytes_at[place] += evaluate.values[start].bytes
-  generating = {
-    place
-    for stage, place in plan.stages.items()
-    if second_mesh.generates(step, model, stage)
-  }
-  place = max(bytes_at, key=lambda name: (bytes_at[name], name in generating))
-  return dataclasses.replace(
-    plan, stages=dict(plan.stages) | dict.fromkeys(rest, place)
-  )
-
-
 def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
   """Describes a plan in one line, and how its seconds are known."""
   seconds = chosen.prediction.step
@@ -243,6 +213,9 @@ def summary(step: graph.Flow, chosen: ChosenPlan) -> str:
   for spent in calls:
     shares[spent.tag] += spent.value / total if total else 0.0
   known = report_text.known(shares)
-  return (
-    f'Plan: {line}; {formatting.digits(seconds)} s a step, {proof}. {known}'
+  return ' '.join(
+    [
+      f'Plan: {line}; {formatting.digits(seconds)} s a step, {proof}. {known}',
+      *filter(None, [chosen.notice]),
+    ]
   )

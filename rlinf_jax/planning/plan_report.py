@@ -29,7 +29,7 @@ from planner.simulation import evaluate_plan
 from rlinf_jax.planning import (
   answer_times,
   collector,
-  evaluation_rows,
+  evaluation_plan,
   remedies,
   searches,
 )
@@ -64,7 +64,7 @@ def report_plan(
 
   Args:
     flows: recordings of a step, which is planned, and of an evaluation, of
-      which the report says whether the plan can run it.
+      which the report says whether the plan can run it, and has room for it.
     staleness: the workflow's staleness, in steps: so many steps may overlap.
     own: the plan of the recipe; None if it has none.
     cluster: the hardware.
@@ -114,6 +114,11 @@ def report_plan(
       flow, model, result, ranked, others, compile_for, print_text, staleness
     )
     deadline = deadline_lib.Deadline(left)
+  chosen, notice = result.best, None
+  if chosen:
+    chosen, notice = evaluation_plan.fit(
+      chosen, flow, evaluation, model, deadline
+    )
   kwargs = {'others': others, 'ranked': ranked, 'staleness': staleness}
   data = plan_data.plan_data(flow, model, result, deadline=deadline, **kwargs)
   data |= {'compiled': compiled} if compiled else {}
@@ -124,8 +129,10 @@ def report_plan(
     lines += [_no_plan(data)]
   else:
     lines += _fastest(flow, model, result, staleness, data)
-    lines += [evaluation_rows.refusal(evaluation, model.layout, result.best)]
-    data['plan'] = _as_run(flows[0], model, result.best, data['plan'])
+    lines += [notice]
+    cost = cost_table.CostTable(model, chosen)
+    chosen = passes.with_order(flows[0], chosen, cost)
+    data['plan'] = json.loads(chosen.to_json())
     lines += [TOO_LARGE] * bool(data['infeasible'])
   lines += [f'  {entry["reason"]}' for entry in data['infeasible'][:3]]
   lines += report_text.shortage(data)
@@ -165,15 +172,6 @@ def _compile(
     choice.compiled or plan_compiler.CompiledPlan([]), topology, choice.refused
   )
   return choice.result, choice.ranked, others, compiled
-
-
-def _as_run(flow, model, plan, data):
-  """Adds to the data of a plan what a run reads and the search did not have."""
-  # Stages that only evaluations have go to the first place.
-  stages = data['stages'] | {plan_lib.REST: next(iter(plan.places))}
-  cost = cost_table.CostTable(model, plan)
-  order = passes.with_order(flow, plan, cost).order
-  return data | {'stages': stages} | ({'order': order} if order else {})
 
 
 def read_lengths(file: str | os.PathLike) -> list[int]:

@@ -1,6 +1,6 @@
 """Models the peak memory of the devices of a place."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 import functools
 
 import numpy as np
@@ -34,6 +34,7 @@ class PlaceValues:
     place: str,
     where: list[str],
     homes: dict[int, tuple[str, ...]],
+    hosted: Callable[[tuple[str, ...]], Iterable[int]] | None = None,
   ):
     """Takes a flow and its places.
 
@@ -42,8 +43,11 @@ class PlaceValues:
       place: name of the place.
       where: the place of every node.
       homes: the places of every carried value.
+      hosted: the carried values that are in host memory while unused, by the
+        offloaded stages; None if this flow decides that.
     """
     self.flow = flow
+    self._hosted = hosted or functools.partial(offloading.private, flow)
     self.here = [i for i, name in enumerate(where) if name == place]
     self.carried = {v for v, places in homes.items() if place in places}
     spans = _spans(flow, self.here, self.carried) if self.here else {}
@@ -73,7 +77,7 @@ class PlaceValues:
 
   def _away(self, offload: tuple[str, ...]) -> set[int]:
     """Returns carried values that are in host memory while unused."""
-    return self.carried.intersection(offloading.private(self.flow, offload))
+    return self.carried.intersection(self._hosted(offload))
 
   def _streamed(self, offload: tuple[str, ...]) -> dict[int, dict[int, int]]:
     """Returns the values that nodes update in host memory."""
@@ -187,6 +191,46 @@ class MemoryModel:
     found = {}
     for name, parts in self._nodes(flow, chosen, place):
       found[name] = max(found.get(name, 0.0), _total(parts))
+    return found
+
+  def of_evaluation(
+    self,
+    step: graph.Flow,
+    evaluation: graph.Flow,
+    chosen: plan_lib.Plan,
+    place: str,
+  ) -> dict[str, float]:
+    """Returns the bytes while each node of an evaluation runs, by its name.
+
+    Values that steps carry stay where they are meanwhile.
+
+    Args:
+      step: the flow of a step, as recorded.
+      evaluation: that of an evaluation, which carries the same values.
+      chosen: the plan, with a place for the stages of both.
+      place: name of the place.
+    """
+    starts = {
+      one: other
+      for (one, _), (other, _) in zip(step.carry, evaluation.carry, strict=True)
+    }
+    where = program.locate(evaluation, chosen)
+    held = program.homes(step, chosen)
+    values = PlaceValues(
+      evaluation,
+      place,
+      where,
+      {starts[v]: places for v, places in held.items()},
+      lambda offload: {starts[v] for v in offloading.private(step, offload)},
+    )
+    axes, found = chosen.places[place].axes, {}
+    for node, parts in self._largest(evaluation, values, chosen.offload, axes):
+      if node is not None:
+        execution = chosen.execution(node.name)
+        # It is not cut into pieces.
+        own = self._within(evaluation, node, axes, execution, 1)
+        need = _total({**parts, **own})
+        found[node.name] = max(found.get(node.name, 0.0), need)
     return found
 
   def _nodes(self, flow, chosen, place):

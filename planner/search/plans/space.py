@@ -161,18 +161,29 @@ def _micro_batches(flow, node, model) -> tuple[int | None, ...]:
     return ()
   options = {None: None}
   if _is_large(flow, node, model):
-    options |= dict.fromkeys(_shares(there, stage, model.cluster))
+    sizes = micro_batch_sizes(there, stage, model.cluster)
+    options |= dict.fromkeys(sizes)
   one = plan_lib.Placement()
   full = model.seconds(flow, node, one, None)
   for n in model.measured.rows(node.name):
     if n < there and not there % n:
       if model.seconds(flow, node, one, n) < FASTER * full:
         options[n] = None
-  return tuple(options) if len(options) > 1 else ()
+  possible = tuple(n for n in options if _evaluates(model.evaluation, node, n))
+  return possible if len(possible) > 1 else ()
 
 
-def _shares(rows: int, stage, cluster) -> list[int]:
-  """Returns parts of the rows, the largest first.
+def _evaluates(evaluation, node, rows: int | None) -> bool:
+  """Whether a micro-batch divides the rows of a stage in evaluations, too."""
+  return rows is None or all(
+    not evaluation.rows_of(other) % rows
+    for other in (evaluation.nodes if evaluation else ())
+    if other.name == node.name
+  )
+
+
+def micro_batch_sizes(rows: int, stage, cluster) -> list[int]:
+  """Returns micro-batches to try: parts of the rows, the largest first.
 
   Halves of halves, and one group for each of 1, 2, 4, … devices, which are no
   such part where the rows are not a power of two. Or one row for each, where

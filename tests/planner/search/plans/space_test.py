@@ -69,7 +69,7 @@ def test_parts_of_rows_are_whole_groups_down_to_one_a_device(
   rows, group, devices
 ):
   stage = stages.Stage(lambda x: x, 'stage', group_size=group)
-  parts = space_lib._shares(rows, stage, cluster(devices))
+  parts = space_lib.micro_batch_sizes(rows, stage, cluster(devices))
   halves = {rows // 2**i for i in range(1, 9) if not rows % (2**i * group)}
   ways = {2**i for i in range(11) if 2**i <= devices}
   one_a_device = {
@@ -82,8 +82,8 @@ def test_parts_of_groups_go_down_to_a_row_a_device():
   stage = stages.Stage(
     lambda x: x, 'stage', group_size=8, divisible_groups=True
   )
-  assert space_lib._shares(24, stage, cluster(4)) == [8, 4, 2, 1]
-  assert space_lib._shares(512, stage, cluster(1024)) == [
+  assert space_lib.micro_batch_sizes(24, stage, cluster(4)) == [8, 4, 2, 1]
+  assert space_lib.micro_batch_sizes(512, stage, cluster(1024)) == [
     2**i for i in reversed(range(9))
   ]
 
