@@ -6,6 +6,8 @@ import os
 import pathlib
 from typing import Any
 
+from rlinf_jax.system import whole_file
+
 
 def events(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
   """Converts timeline records to trace events, one track per place.
@@ -49,8 +51,9 @@ def write(folder: str | os.PathLike):
   """
   folder = pathlib.Path(folder)
   with (
-    (folder / 'timeline.jsonl').open() as lines,
-    (folder / 'trace.json').open('w') as trace,
+    (folder / 'timeline.jsonl').open(encoding='utf-8') as lines,
+    whole_file.replaced(folder / 'trace.json') as part,
+    part.open('w', encoding='utf-8') as trace,
   ):
     trace.write('{"traceEvents": [')
     for i, event in enumerate(events(map(json.loads, lines))):

@@ -1,6 +1,6 @@
 """The log of a run: metrics, timeline, samples, predictions and videos."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 import functools
 import pathlib
 from typing import Any
@@ -47,7 +47,12 @@ class RunLog:
     self._source, self._folder = source, folder
     # A run that starts at step 0 repeats its first evaluation.
     last_kept = start or -1
-    self._timeline = writers.json_lines(folder / 'timeline.jsonl', last_kept)
+    timeline_file = folder / 'timeline.jsonl'
+    self._timeline = writers.json_lines(timeline_file, last_kept)
+    # The clock of a resumed run goes on where that of the kept steps ends.
+    ends = [record['end'] for record in writers.last_records(timeline_file)]
+    self._timeline_end = max(ends, default=None)
+    self._ahead = None  # Seconds to add to the clock of the runtime.
     self._samples = writers.json_lines(folder / 'samples.jsonl', last_kept)
     video.truncate(folder, last_kept)
     self._predictions = writers.json_lines(
@@ -84,15 +89,20 @@ class RunLog:
     writer.write(step, {'text': text})
     writer.close()
 
-  def write_timeline(self, step: int, spans: Iterable[timeline.Span]):
+  def write_timeline(self, step: int, spans: Sequence[timeline.Span]):
+    """Writes the spans of a step, on one clock for all processes of a run."""
+    if self._ahead is None and spans:
+      start = min(span.start for span in spans)
+      end = self._timeline_end
+      self._ahead = 0.0 if end is None else end - start
     for span in spans:
       values = {
         'place': span.place,
         'what': span.what,
         'stage': span.stage,
         'piece': span.piece,
-        'start': round(span.start, 6),
-        'end': round(span.end, 6),
+        'start': round(span.start + self._ahead, 6),
+        'end': round(span.end + self._ahead, 6),
         'cpu': round(span.cpu, 6),
       }
       self._timeline.write(step, values)

@@ -106,6 +106,7 @@ def _attempt(
         )
       )
     )
+    result.remove(run.folder)
     log.write_plan(run.runtime.plan)
     if run.monitor:
       log.write_prediction(start.step, run.monitor.chosen.prediction)

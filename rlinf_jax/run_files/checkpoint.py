@@ -124,7 +124,7 @@ class Checkpoints:
         step,
         args=args.Composite(
           state=self._state_item.Save(state.start_writing),
-          source=args.StandardSave(source),
+          source=args.StandardSave(_nested(source)),
           metrics=args.JsonSave(texts),
           frozen=args.JsonSave(state.checksums()),
         ),
@@ -157,7 +157,9 @@ class Checkpoints:
     restored = self._manager.restore(
       step,
       args=ocp.args.Composite(
-        source=ocp.args.StandardRestore(jax.tree.map(np.asarray, source)),
+        source=ocp.args.StandardRestore(
+          jax.tree.map(np.asarray, _nested(source))
+        ),
         metrics=ocp.args.JsonRestore(),
         frozen=ocp.args.JsonRestore(),
       ),
@@ -172,7 +174,10 @@ class Checkpoints:
       int(step): {k: float.fromhex(v) for k, v in numbers.items()}
       for step, numbers in restored.metrics.items()
     }
-    return CheckpointState(step, state, restored.source, metrics)
+    tree = jax.tree.structure(source)
+    found = jax.tree.leaves(restored.source)[: tree.num_leaves]
+    found = jax.tree.unflatten(tree, found)
+    return CheckpointState(step, state, found, metrics)
 
   def _check_shapes(self, step: int, shapes: Any):
     """Compares a checkpoint with the arrays that are to be read from it."""
@@ -240,3 +245,10 @@ class Checkpoints:
         f'A checkpoint could not be written to {self.folder} '
         f'({(str(error) or repr(error)).splitlines()[0]}). {advice}'
       ) from error
+
+
+def _nested(source: Any) -> Any:
+  """A source's state for orbax, which refuses single arrays and empty trees."""
+  if not jax.tree.leaves(source):
+    return [np.zeros(1)]
+  return [source] if jax.tree_util.all_leaves([source]) else source

@@ -43,6 +43,11 @@ def refuse_existing(folder: pathlib.Path):
     )
 
 
+def remove(folder: pathlib.Path):
+  """Removes the result of a run that goes on with more steps."""
+  (folder / 'result.json').unlink(missing_ok=True)
+
+
 def read_finished(
   folder: pathlib.Path,
   steps: int,

@@ -18,6 +18,7 @@ import uuid
 from rlinf_jax.system import whole_file
 
 FLUSH_SECONDS = 10  # Between flushes of TensorBoard's events.
+TAIL = 65_536  # Bytes at the end of a file.
 
 
 class Writer(NamedTuple):
@@ -88,6 +89,18 @@ def records(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
         yield record
       else:
         broken = number
+
+
+def last_records(path: str | os.PathLike) -> list[dict[str, Any]]:
+  """The last objects of a JSON lines file whose lines are all complete.
+
+  They are those within its last `TAIL` bytes, as the file may be large.
+  """
+  with pathlib.Path(path).open('rb') as file:
+    start = max(0, file.seek(0, os.SEEK_END) - TAIL)
+    file.seek(start)
+    lines = file.read().splitlines()
+  return [json.loads(line) for line in lines[start > 0 :]]
 
 
 def truncate(path: str | os.PathLike, step: int) -> None:

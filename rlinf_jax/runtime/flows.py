@@ -62,10 +62,16 @@ def _empty(x):
 
 
 def _trace_evaluation(workflow: base.Workflow, source: base.Source, state):
+  batches = source.held_out()
+  if not batches:
+    raise ValueError(
+      'The source has no held-out batch: let its `held_out` return one or '
+      'more, also where evaluate_every = 0 evaluates on none.'
+    )
   return flow_lib.trace(
     lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),
     state,
-    source.held_out()[0],
+    batches[0],
     jax.random.key(0),
   )
 

@@ -3,6 +3,7 @@
 import errno
 import os
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -59,3 +60,15 @@ def test_an_error_without_words_is_named(tmp_path):
   with pytest.raises(checkpoint.CheckpointError, match=r'\(MemoryError\(\)\)'):
     files.wait()
   files.close()
+
+
+@pytest.mark.parametrize('source', [np.arange(3), np.array(2), 5, ()])
+def test_a_source_may_have_one_array_or_nothing_as_its_state(tmp_path, source):
+  tree = {'w': jnp.ones(3)}
+  files = checkpoint.Checkpoints(tmp_path, 1)
+  files.save(1, saved.Tree(tree), source, {})
+  files.wait()
+  found = files.load(tree, None, source).source
+  files.close()
+  jax.tree.map(np.testing.assert_array_equal, found, source)
+  assert jax.tree.structure(found) == jax.tree.structure(source)

@@ -3,9 +3,10 @@
 import dataclasses
 
 import jax
+import pytest
 
 from rlinf_jax.runtime import flows
-from stages import kernels, workflows
+from stages import base, kernels, workflows
 from stages.language import language_model
 from stages.learn import optimizers
 import tiny
@@ -35,3 +36,17 @@ def test_why_there_is_no_kernel_is_said_once_for_all_stages():
   assert kernels.describe(chosen) == (
     'chunked (sequences are short) in generate, gradient; splash in gradient'
   )
+
+
+def test_a_source_without_a_held_out_batch_is_refused():
+  workflow = workflows.reinforce(
+    language_model.policy(tiny.CONFIG, response_length=tiny.LENGTH, stop=(0,)),
+    tiny.even,
+    optimizers.adamw(1e-2),
+    group_size=4,
+  )
+  source = base.Source(
+    lambda seed: (), lambda state, _: (state, tiny.problem()), list
+  )
+  with pytest.raises(ValueError, match='has no held-out batch: let its'):
+    flows.trace_flows(workflow, source, 0)

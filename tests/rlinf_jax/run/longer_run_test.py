@@ -1,0 +1,83 @@
+"""A run that has ended goes on with more steps."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rlinf_jax import train
+from rlinf_jax.report import report
+from rlinf_jax.run_files import run_folder
+import stages
+from stages import base, metrics
+
+
+@stages.stage('learn', 'batch')
+def learn(state, x_B):
+  return state + x_B.sum(), {'train/loss': metrics.mean(x_B)}
+
+
+@stages.stage('score', 'batch')
+def score(state, x_B, key):
+  return {'eval/loss': metrics.mean(state * x_B)}
+
+
+WORKFLOW = base.Workflow(
+  lambda key: jnp.zeros(()),
+  lambda state, x_B, key: learn(state, x_B),
+  score,
+  lambda state: state,
+)
+
+
+def next_batch(state, numbers):
+  return state + 1, np.full(4, state, np.float32)
+
+
+SOURCE = base.Source(
+  lambda seed: np.array(0), next_batch, lambda: [np.ones(4, np.float32)]
+)
+
+
+def run(folder, steps, source=SOURCE, **kwargs):
+  kwargs |= {'evaluate_every': 0, 'checkpoint_every': 1, 'plan': None}
+  train.train(WORKFLOW, source, workdir=str(folder), steps=steps, **kwargs)
+
+
+def fail_at_the_fourth_batch(state, numbers):
+  if state == 3:
+    raise MemoryError('killed')
+  return next_batch(state, numbers)
+
+
+@pytest.fixture(scope='module')
+def longer(tmp_path_factory):
+  """A run of two steps that goes on to five, and dies after three."""
+  folder = tmp_path_factory.mktemp('longer')
+  run(folder, 2)
+  with pytest.raises(MemoryError):
+    dying = SOURCE._replace(next=fail_at_the_fourth_batch)
+    run(folder, 5, dying, resume=True)
+  return folder
+
+
+def test_a_run_that_went_on_and_died_is_not_finished(longer):
+  assert not (longer / 'result.json').exists()
+  found = run_folder.read(longer)
+  assert run_folder.steps(found) == 3 and found.result is None
+  assert 'The run is not finished' in report.write(longer).read_text()
+
+
+def test_the_clock_of_a_resumed_run_goes_on(longer):
+  text = (longer / 'timeline.jsonl').read_text().splitlines()
+  by_step = itertools.groupby(map(json.loads, text), lambda x: x['step'])
+  spans = {
+    step: (min(x['start'] for x in mine), max(x['end'] for x in mine))
+    for step, records in by_step
+    for mine in [list(records)]
+  }
+  assert [*spans] == [1, 2, 3]
+  for (_, end), (start, _) in itertools.pairwise(spans.values()):
+    assert end <= start
