@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+import weakref
 
 from rlinf_jax.agents import base
 
@@ -42,15 +43,16 @@ class GymnasiumText:
     """
     self._task, self._words, self._describe = task, actions, describe
     self._system, self._make = system_prompt, dict(make or {})
-    self._env = None
+    self._close = lambda: None
 
   def reset(self, problem: Mapping[str, Any]) -> list[base.Message]:
     import gymnasium
 
-    if self._env is not None:
-      self._env.close()
+    self._close()
     kwargs = self._make | problem.get('make', {})
     self._env = gymnasium.make(self._task, **kwargs)
+    # An episode that is dropped closes its windows, files and processes.
+    self._close = weakref.finalize(self, self._env.close)
     self._actions = _actions(self._task, self._env.action_space, self._words)
     observation, _ = self._env.reset(
       seed=problem.get('seed', 0), options=problem.get('options')

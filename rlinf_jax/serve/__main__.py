@@ -78,8 +78,8 @@ def load(
 
   Raises:
     ImportError: if vLLM is to generate and is not installed.
-    ValueError: if there is no such model, it has no chat template, or vLLM does
-      not support it.
+    ValueError: if there is no such model, it has no chat template or too few
+      positions, or vLLM does not support it.
   """
   make = _in_jax if engine == 'jax' else _by_vllm()
   tokenizer = tokens.load_tokenizer(model)
@@ -119,7 +119,9 @@ def _by_vllm() -> Callable[..., engine_decoder.Decoder]:
   from rlinf_jax.engines import vllm
 
   def make(model: str, *, response_length: int, max_rows: int, **limits):
-    huggingface.check_params(model, huggingface.load_config(model))
+    config = huggingface.load_config(model)
+    batches.check_positions(config, limits['prompt_length'], response_length)
+    huggingface.check_params(model, config)
     policy = huggingface.policy(
       model,
       response_length=response_length,

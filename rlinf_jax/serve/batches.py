@@ -65,6 +65,25 @@ def prompt_lengths(longest: int) -> tuple[int, ...]:
   return tuple(sorted({max(16, longest // 16), max(16, longest // 4), longest}))
 
 
+def check_positions(
+  config: transformer.Config, prompt_length: int, response_length: int
+):
+  """Checks that a model has positions for prompts and completions.
+
+  Raises:
+    ValueError: if it has too few.
+  """
+  most, wanted = config.max_positions, prompt_length + response_length
+  if most is not None and wanted > most:
+    raise ValueError(
+      f'A conversation of up to {prompt_length} tokens and a reply of up to '
+      f'{response_length} need {wanted} positions, and the model has {most} '
+      '(max_position_embeddings in its config.json): lower one of the two '
+      '(--prompt_length and --response_length of a server, call_prompt_length '
+      'and call_length of agents).'
+    )
+
+
 class Decoder:
   """Decodes batches of jobs in a thread of its own.
 
@@ -98,7 +117,11 @@ class Decoder:
       response_length: most tokens of a completion.
       max_rows: completions decoded at once.
       sampling: top-k and top-p of all completions.
+
+    Raises:
+      ValueError: if the model lacks positions for so many tokens.
     """
+    check_positions(config, prompt_length, response_length)
     self.prompt_length, self.response_length = prompt_length, response_length
     self.stop, self._max_rows = stop, max_rows
     self._lengths = prompt_lengths(prompt_length)

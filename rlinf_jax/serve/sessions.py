@@ -183,11 +183,13 @@ class Session:
     digests = _digests(messages, tools)
     with self._lock:
       found = [
-        (reply, reply.trajectory())
+        reply
         for reply in sorted(self._replies, key=lambda x: -x.num_messages)
         if reply.digest in digests[reply.num_messages - 1 : -1][:1]
       ]
-    for reply, trajectory in found:
+    for reply in found:
+      with self._lock:
+        trajectory = reply.trajectory()
       said = _said(tokenizer, trajectory, messages[reply.num_messages - 1 :])
       if said is not None:
         return Start(trajectory.read(said), reply)

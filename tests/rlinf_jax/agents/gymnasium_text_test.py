@@ -49,6 +49,17 @@ def test_walks_are_those_of_gymnasium(seed):
   raise AssertionError('No walk of 50 random moves ends on the ice.')
 
 
+def test_an_environment_is_closed_with_its_episode(echo, monkeypatch):
+  closed = []
+  monkeypatch.setattr(Echo, 'close', lambda _: closed.append(1))
+  env = gymnasium_text.GymnasiumText(echo)
+  env.reset({})
+  env.reset({})
+  assert len(closed) == 1
+  del env
+  assert len(closed) == 2
+
+
 def test_a_turn_that_is_no_action_changes_nothing():
   env = gymnasium_text.GymnasiumText('FrozenLake-v1', **LAKE)
   other = gymnasium_text.GymnasiumText('FrozenLake-v1', **LAKE)

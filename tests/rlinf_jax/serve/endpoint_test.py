@@ -217,6 +217,12 @@ def test_bodies_that_are_no_requests_are_refused(running):
   assert [x.id for x in client(running).models.list()] == ['model']
 
 
+def test_a_model_is_not_served_beyond_its_positions(folder):
+  most = huggingface.load_config(folder).max_positions
+  with pytest.raises(ValueError, match=f'{most + 1} positions, and the model'):
+    serve.load(folder, prompt_length=most - 9, response_length=10)
+
+
 def test_noise_and_half_a_request_leave_the_server_up(running):
   where = urllib.parse.urlsplit(running.url)
   for noise in (

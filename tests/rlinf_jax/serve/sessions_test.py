@@ -274,6 +274,25 @@ def test_numbers_out_of_range_are_refused(serve, number):
   assert session.reward is None
 
 
+def test_a_call_copies_the_ids_of_one_conversation(
+  serve, tokenizer, monkeypatch
+):
+  """And not those of each reply that it has had: their sum is quadratic."""
+  client, session, _ = serve('one', 'two', 'three')
+  messages = list(ASK)
+  for _ in range(3):
+    messages += [chat(client, messages).choices[0].message.model_dump(), *ASK]
+  copied, trajectory = [], sessions._Reply.trajectory
+
+  def noted(reply):
+    copied.append(reply)
+    return trajectory(reply)
+
+  monkeypatch.setattr(sessions._Reply, 'trajectory', noted)
+  assert session.start(tokenizer, messages, []).parent is copied[0]
+  assert len(copied) == 1
+
+
 SAID = {'role': 'assistant', 'content': 'x'}
 
 
