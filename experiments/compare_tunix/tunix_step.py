@@ -48,7 +48,7 @@ CONFIG = qwen2.ModelConfig(
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-  """What a step does.
+  """Work of a step.
 
   Attributes:
     prompts: number of prompts of a step.

@@ -73,7 +73,7 @@ class Episode(NamedTuple):
   prompts: tuple[Sequence[base.Message], ...]
 
   def next_text(self, texts: tuple[tuple[str, ...], ...]) -> str | None:
-    """What the speaker says next in `texts`; None if it is not said yet."""
+    """The speaker's next text in `texts`; None if it is not there yet."""
     said = texts[self.speaker]
     heard = len(self.texts[self.speaker])
     return said[heard] if heard < len(said) else None

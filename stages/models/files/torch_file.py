@@ -99,7 +99,7 @@ def read(path: pathlib.Path) -> dict[str, np.ndarray]:
       raise ValueError('it holds no dictionary of tensors')
   except MemoryError:
     raise
-  # What a pickle raises when it is wrong is not limited.
+  # A wrong pickle may raise any exception.
   except Exception as error:
     raise weights.CheckpointError(
       f'{path} is not a file of tensors by torch.save ({error!r:.200}): copy '

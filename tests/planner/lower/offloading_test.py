@@ -55,7 +55,7 @@ def test_moments_are_never_restored_as_a_whole(num_minibatches):
       assert not cut.values[op.value].shape
     if isinstance(op, program.Run) and op.streamed:
       assert cut.nodes[op.node].name == 'apply'
-      # What is replaced may be overwritten.
+      # Replaced values may be overwritten.
       assert {v for v, _ in op.streamed} <= {*op.donate}
   assert sum(bool(getattr(op, 'streamed', ())) for op in programs['all']) == (
     num_minibatches

@@ -55,7 +55,7 @@ def row(env, i=1):
 
 
 async def played(env, problem, texts):
-  """What the library makes of texts: messages that were read, and a state."""
+  """The library's result for texts: messages that were read, and a state."""
   said = iter(texts)
   read = []
 

@@ -18,7 +18,7 @@ def usual():
 
 
 def collections() -> list[int]:
-  """How often objects of each generation were collected."""
+  """Number of collections of each generation of objects."""
   return [some['collections'] for some in gc.get_stats()]
 
 

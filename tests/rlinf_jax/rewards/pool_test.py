@@ -46,7 +46,7 @@ def test_a_late_call_ends_soon_after_its_limit(misbehave):
 def test_a_process_that_reads_nothing_costs_the_next_call_its_limit():
   one = pool.isolated(rewards_of_mine.misbehave, seconds=0.5, processes=1)
   start = time.perf_counter()
-  # What the socket itself cannot hold.
+  # More than the socket itself can hold.
   deaf, lost, fine = one.score(completions('deaf', 'x' * 2**24, 'fine'))
   assert deaf == 0.25 and math.isnan(lost) and fine == 0.5
   assert time.perf_counter() - start < 30  # It would take a minute.

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[3]
 
 
 def listening(pid):
-  """Where a process and its children listen now."""
+  """Addresses on which a process and its children listen."""
   found = set()
   with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
     parent = psutil.Process(pid)

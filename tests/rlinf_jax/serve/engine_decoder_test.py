@@ -43,7 +43,7 @@ def decoder(resume, **kwargs):
 
 
 def empty(future):
-  """What a `resume` returns whose row is read from `heard` alone."""
+  """Result of a `resume` whose row is read from `heard` alone."""
   return stages.Deferred(future, lambda x: x)
 
 

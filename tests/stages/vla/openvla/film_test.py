@@ -282,7 +282,7 @@ def test_a_model_without_film_gets_one_and_keeps_it(tmp_path):
   openvla_oft_files.export(out, params, folder, towers=plain.TOWERS)
   written = torch.load(out / film_files.NEW_FILE)
   stored = tower_tensors()
-  assert {*written} == {*stored}  # Those that published code expects.
+  assert {*written} == {*stored}  # Names that published code expects.
   assert all(written[key].shape == x.shape for key, x in stored.items())
   again = files.policy(out).init(jax.random.key(1))
   for part in params.keys() - {'critic'}:

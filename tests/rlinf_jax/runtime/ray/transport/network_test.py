@@ -55,7 +55,7 @@ def listening(process):
 
 
 def ports(*others):
-  """Where this process, its children and some others listen, by process."""
+  """Addresses on which this process, its children and some others listen."""
   this, found = psutil.Process(), {}
   for process in {this, *this.children(recursive=True), *others}:
     with contextlib.suppress(psutil.NoSuchProcess):  # It has just ended.
@@ -81,7 +81,7 @@ ROWS = 1 << 19  # Too many to be sent in calls.
 
 @pytest.fixture(scope='module')
 def earlier():
-  """Where this process and its children listen before the run starts."""
+  """Addresses that are open before the run starts."""
   return set().union(*ports().values())
 
 
