@@ -137,6 +137,22 @@ class Flow:
     """Carried values that a step returns as they were, such as frozen ones."""
     return frozenset(start for start, end in self.carry if start == end)
 
+  @functools.cached_property
+  def value_kinds(self) -> tuple[tuple[int, ...], tuple[Value, ...]]:
+    """The kind of each value, and the first value of each kind.
+
+    Values of a kind have the same shape, type and letters, and so are equally
+    large on any mesh.
+    """
+    kinds, first = {}, []
+    for value in self.values:
+      key = value.shape, value.dtype, value.letters
+      if key not in kinds:
+        kinds[key] = len(first)
+        first.append(value)
+    of = (kinds[v.shape, v.dtype, v.letters] for v in self.values)
+    return tuple(of), tuple(first)
+
   def alike(self, node: Node) -> Node:
     """Returns the first node that costs as much as this one on any placement.
 

@@ -26,7 +26,7 @@ def lower(
   flow = cut.cut(flow, plan.pieces)
   if cost is None and plan.order:
     flow = order.arranged(flow, plan.order)
-  elif _has_choice(flow, plan):
+  elif has_choice(flow, plan):
     flow = order.order(flow, plan, cost or cost_lib.UNIT)
   return flow, program.lower(flow, plan, resident)
 
@@ -43,11 +43,11 @@ def with_order(flow: graph.Flow, plan, cost) -> plan_lib.Plan:
   """
   cut_flow = cut.cut(flow, plan.pieces)
   known = ()
-  if _has_choice(cut_flow, plan):
+  if has_choice(cut_flow, plan):
     known = order.numbers(cut_flow, plan, cost)
   return dataclasses.replace(plan, order=known)
 
 
-def _has_choice(flow: graph.Flow, plan) -> bool:
+def has_choice(flow: graph.Flow, plan) -> bool:
   """Whether the order of nodes matters for the time of a step."""
   return len(plan.places) > 1 or any(node.asynchronous for node in flow.nodes)

@@ -54,9 +54,9 @@ def stage_costs(
   """
   place, layout = chosen.stages[name], model.layout
   axes = chosen.places[place].axes
-  where, homes = memory.homes(flow, chosen)
+  peaks = memory.MemoryModel(model.works, layout, model.cluster.device.platform)
   most = DeviceCosts(-1.0, 0.0, None, None)
-  for i, some in memory.alive(flow, chosen, place, where, homes).items():
+  for i, some in peaks.alive(flow, chosen, place).items():
     node = flow.nodes[i]
     if node.name != name:
       continue
@@ -94,7 +94,7 @@ def _own_bytes(flow, node, alive, axes, layout, rows) -> float:
   there = flow.rows_of(node)
   share = rows / there if there else 1.0
   total = 0.0
-  for v in {*node.reads, *node.writes} & alive:
+  for v in {*node.reads, *node.writes}.intersection(alive):
     value = flow.values[v]
     is_cut = v in node.rows or value.letters[:1] == ('B',)
     total += layout.local(value, axes) * (share if is_cut else 1.0)

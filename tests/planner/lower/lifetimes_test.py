@@ -108,7 +108,7 @@ def held(graph, chosen):
 def test_memory_is_modeled_as_the_program_holds_it(kl_coef, num_minibatches):
   graph = lowered_flows.grpo(kl_coef, num_minibatches)
   chosen = plan.one_place(graph.stages)
-  modeled = memory.alive(graph, chosen, 'all', *memory.homes(graph, chosen))
+  modeled = memory.MemoryModel({}, None).alive(graph, chosen, 'all')
   state = sum(graph.values[start].bytes for start, _ in graph.carry)
   for i, needed in held(graph, chosen).items():
     values = sum(graph.values[v].bytes for v in modeled[i])
