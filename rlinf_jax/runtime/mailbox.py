@@ -35,14 +35,16 @@ class Mailbox:
     return not self._queue(channel).empty()
 
   def get(self, channel: base.Channel, seconds: float | None = None) -> Any:
+    values = self._queue(channel)
     try:
-      x = self._queue(channel).get(timeout=seconds)
+      x = values.get(timeout=seconds)
     except queue.Empty:
       raise base.ReceiveTimeoutError(
         f'Place {channel.target!r} waited {seconds:g} s for value '
         f'{channel.value} of place {channel.source!r}'
       ) from None
     if isinstance(x, BaseException):
+      values.put(x)  # For the next receiver.
       raise x
     return x
 

@@ -320,7 +320,11 @@ def _rows(
   x, episode = _empty(problem, T, np)
   for first in range(0, len(outcomes), group_size):
     group = range(first, first + group_size)
-    last = [outcomes[i].trajectories[-1:] for i in group]
+    # An agent that failed may have begun otherwise than the others.
+    last = [
+      outcomes[i].trajectories[-1:] if outcomes[i].reward is not None else []
+      for i in group
+    ]
     shared = shared_prefix([row.prompt for rows in last for row in rows])
     shared = shared[: problem.prompt.token.shape[1]]
     for i, rows in zip(group, last, strict=True):

@@ -14,6 +14,7 @@ import pytest
 
 from rlinf_jax.data import text_arrays
 from rlinf_jax.serve import rollouts
+from rlinf_jax.serve import sessions as sessions_lib
 import served_models
 from stages import base
 from stages.language import huggingface, tokens
@@ -151,6 +152,22 @@ def test_an_agent_that_raises_or_is_late_loses_its_own_row(
   assert has_tokens.tolist() == [False, True, False, False]
   assert problem.answer.reward[-1] == 0.25
   assert (x.obs.mask.sum(1) > 0).all()
+
+
+def test_an_agent_that_fails_leaves_the_prompt_of_the_others():
+  """The beginning that it does not share would take room of their rows."""
+  good = sessions_lib.Trajectory(
+    (1, 2, 3, 4), (7, 8), (1, 1), (-1.0, -2.0), (0, 0)
+  )
+  odd = good._replace(prompt=(1, 9))
+  outcomes = [rollouts.Outcome([good], 1.0), rollouts.Outcome([odd], None)]
+  prompt = tokens.pad_left([[5]] * 2, 6)
+  problem = base.Problem(prompt, np.zeros((2, 4), np.uint8))
+  x, _ = rollouts._rows(3, 2, problem, outcomes)
+  assert x.obs.token[0].tolist() == [0, 0, 1, 2, 3, 4]
+  assert x.action[0].tolist() == [7, 8, 0] and x.mask[0].tolist() == [1, 1, 0]
+  assert x.env_failed.tolist() == [0, 1] and x.truncated.tolist() == [0, 0]
+  assert x.mask[1].sum() == 0
 
 
 def test_a_conversation_that_is_too_long_is_cut_and_counts_as_truncated(
