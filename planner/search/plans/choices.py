@@ -16,6 +16,7 @@ from planner.search import memo
 from planner.search import pieces as pieces_lib
 from planner.search.plans import fitting, grouping
 
+CHECKED = 1024  # Partitions between two looks at the clock.
 SHOWN = 5  # Infeasible plans that are kept, the nearest to fitting first.
 
 
@@ -47,13 +48,16 @@ class Choices:
     blocks: for each partition, the groups of each place, as a set of bits.
     place_of: the place of each group in each partition, [partitions, groups].
     costs: the cost model, memoized.
-    cuts: the flow in each number of pieces that it can be cut into.
+    cuts: the flow in each number of pieces that it can be cut into, of those
+      that there is time for.
     uncut: for each other number of pieces, the reason.
     units: all devices, in units.
     offloads: every subset of the stages that may be offloaded.
     infeasible: plans that need too much memory, the nearest to fitting first:
       bytes needed over bytes available, the plan, and a sentence.
-    deadline: when to stop; asked before each option of a place.
+    deadline: when to stop; asked before each option of a place, and while
+      partitions are listed. If it passes then, the list is not complete, and
+      what asks next stops.
   """
 
   def __init__(self, flow, model, space, deadline=deadline_lib.NEVER):
@@ -62,19 +66,11 @@ class Choices:
     self.costs = memo.MemoizedModel(model)
     self.units = space.devices // space.unit
     self.groups = grouping.groups(flow, space.colocated)
-    self.blocks = [
-      blocks
-      for blocks in grouping.partitions(len(self.groups), space.max_places)
-      if len(blocks) >= space.min_places
-    ]
-    self.place_of = np.zeros((len(self.blocks), len(self.groups)), int)
-    for p, blocks in enumerate(self.blocks):
-      for b, block in enumerate(blocks):
-        for g in range(len(self.groups)):
-          if block >> g & 1:
-            self.place_of[p, g] = b
+    self.blocks, self.place_of = self._partitions()
     self.cuts, self.uncut = {}, {}
     for pieces in space.pieces:
+      if self.cuts and deadline.has_passed:
+        break
       try:
         self.cuts[pieces] = pieces_lib.CutFlow(
           flow,
@@ -108,6 +104,24 @@ class Choices:
     self._placements, self._columns, self._executions = {}, {}, {}
 
   # Places.
+
+  def _partitions(self) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """Returns `blocks` and `place_of`, all of them if there is time.
+
+    The first partition, of a single place, is always among them.
+    """
+    space, n = self.space, len(self.groups)
+    found, place_of = [], []
+    partitions = grouping.partitions(n, space.max_places)
+    for number, blocks in enumerate(partitions, 1):
+      if len(blocks) >= space.min_places:
+        found.append(blocks)
+        places = enumerate(blocks)
+        of = {g: b for b, block in places for g in range(n) if block >> g & 1}
+        place_of.append([of[g] for g in range(n)])
+      if not number % CHECKED and self.deadline.has_passed:
+        break
+    return found, np.array(place_of, int).reshape(-1, n)
 
   def _stages(self, block: int) -> tuple[str, ...]:
     """Returns the stages of a set of groups, in the order of the flow."""
@@ -225,7 +239,10 @@ class Choices:
   def _group_axes(self, units: int) -> list[set]:
     """Returns the meshes that the place of each group of stages may have."""
     found = [set() for _ in self.groups]
-    for block in {block for blocks in self.blocks for block in blocks}:
+    all_blocks = {block for blocks in self.blocks for block in blocks}
+    for number, block in enumerate(all_blocks, 1):
+      if not number % CHECKED:
+        self.deadline.check()
       for g in range(len(self.groups)):
         if block >> g & 1:
           found[g].update(self.menu(block, units))

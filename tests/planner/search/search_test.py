@@ -10,6 +10,7 @@ import pytest
 import claims
 from planner.search import algorithm1, exact
 from planner.search import deadline as deadline_lib
+from planner.search.plans import grouping
 from planner.search.plans import space as space_lib
 from tests.planner.search import reference
 import toys
@@ -268,6 +269,28 @@ def test_no_phase_exceeds_the_time_limit(search):
     except deadline_lib.TimeUp:
       assert search is algorithm1.algorithm1
     assert limit <= clock.now < limit + most
+
+
+def test_time_may_be_up_before_all_partitions_are_listed(monkeypatch):
+  """Fourteen stages have eleven million partitions into four places or less."""
+  names = 'abcdefghijklmn'
+  flow = toys.build([(name, 'row', ('batch',)) for name in names], ())
+  model = toys.Synthetic(dict.fromkeys(names, 1.0))
+  listed, real = [], grouping.partitions
+
+  def partitions(*args):
+    for blocks in real(*args):
+      listed.append(blocks)
+      assert len(listed) < 10_000
+      yield blocks
+
+  monkeypatch.setattr(grouping, 'partitions', partitions)
+  space = space_lib.Space(2, pieces=(1, 2))
+  found = exact.search(flow, model, space, deadline=toys.deadline(0))
+  assert list(found.best.places) == ['all']
+  assert found.gap == 1 and not found.proved
+  with pytest.raises(deadline_lib.TimeUp):
+    algorithm1.algorithm1(flow, model, space, deadline=toys.deadline(0))
 
 
 def test_a_bound_holds_wherever_a_search_is_stopped():
