@@ -203,14 +203,14 @@ def _time_cards(run: run_folder.Run) -> str:
   colors = dict.fromkeys(names, charts.SERIES)
   stage_names = (name for name in names if name not in run_folder.NO_STAGE)
   colors |= dict(zip(stage_names, range(1, charts.SERIES), strict=False))
-  cards = [_share_card(times, colors)]
+  cards = [_share_card(times, run_folder.seconds(run), colors)]
   stages = {
     name: run.series[f'time/{name}']
     for name in times
     if f'time/{name}' in run.series and name != 'evaluate'
   }
   if stages:
-    cards.append(_stacked_card(stages, colors))
+    cards.append(_stacked_card(run, stages, colors))
   if run.timeline.last:
     cards.append(_gantt_card(run.timeline.last, colors))
   if rows := predicted.table(run.folder):
@@ -219,11 +219,18 @@ def _time_cards(run: run_folder.Run) -> str:
   return f'<h2>Time</h2><div class="grid">{grid}</div>'
 
 
-def _share_card(times: Mapping[str, float], colors: Mapping[str, int]) -> str:
-  total = sum(times.values())
+def _share_card(
+  times: Mapping[str, float], seconds: float, colors: Mapping[str, int]
+) -> str:
+  """The share of each stage in the seconds of the run.
+
+  Stages of several places overlap: their shares may add up to more than one.
+  """
+  total, together = max(seconds, *times.values()), sum(times.values())
   shown = dict(list(times.items())[:MAX_SHARES])
   if others := len(times) - len(shown):
-    shown[f'{others} others'] = total - sum(shown.values())
+    name = f'{others} other{"s" * (others > 1)}'
+    shown[name] = together - sum(shown.values())
   rows = []
   for name, value in shown.items():
     color = colors.get(name, charts.SERIES)
@@ -234,15 +241,23 @@ def _share_card(times: Mapping[str, float], colors: Mapping[str, int]) -> str:
       f'<tr class="bar"><td colspan="3"><div style="{style}"></div></td></tr>'
     )
   table = f'<table>{"".join(rows)}</table>'
-  return page.card('Time by stage', 'of the whole run', table, '', 'third')
+  note = 'of the whole run'
+  if together > 1.01 * total:
+    note += '; stages of different places overlap'
+  return page.card('Time by stage', note, table, '', 'third')
 
 
-def _stacked_card(stages, colors: Mapping[str, int]) -> str:
+def _stacked_card(
+  run: run_folder.Run, stages, colors: Mapping[str, int]
+) -> str:
   step = np.unique(np.concatenate([s.step for s in stages.values()]))
   seconds = {name: np.zeros(len(step)) for name in stages}
   for name, series in stages.items():
     seconds[name][np.searchsorted(step, series.step)] = series.value
-  total = sum(np.nan_to_num(value) for value in seconds.values())
+  if 'time/step' in run.series:
+    total = run.series['time/step'].value
+  else:
+    total = sum(np.nan_to_num(value) for value in seconds.values())
   note = 'of every step, stacked by stage'
   if len(step) > 2 and total[0] > 2 * np.median(total):
     note += f'; the first step compiles and took {total[0]:.1f} s'

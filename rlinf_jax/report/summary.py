@@ -48,7 +48,8 @@ def describe(run: run_folder.Run) -> str:
   if times:
     name, longest = next(iter(times.items()))
     verb = 'passed' if name in run_folder.NO_STAGE else 'was spent in'
-    fraction = percent(longest / sum(times.values()), 0)
+    # Stages of several places overlap, so their sum may exceed the duration.
+    fraction = percent(longest / max(run_folder.seconds(run), longest), 0)
     sentences.append(f'Most time {verb} {name} ({fraction}).')
   if run.warm_start:
     sentences.append(

@@ -5,6 +5,7 @@ import csv
 import functools
 import itertools
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -102,7 +103,8 @@ def mean_table(
   """Computes mean and deviation of a metric's last values, and of seconds.
 
   Returns:
-    Names of the columns, and rows of 'mean ± standard deviation'.
+    Names of the columns, and rows of 'mean ± standard deviation', with the
+    number of values where some runs that finished have none.
   """
   rows = []
   for name, points in groups.items():
@@ -110,7 +112,11 @@ def mean_table(
     values = [x['metrics'][metric] for x in finished if metric in x['metrics']]
     seconds = [x['seconds'] for x in finished]
     runs = f'{len(finished)} of {len(points)}'
-    rows.append([name, runs, _mean(values), _mean(seconds)])
+    value = _mean(values)
+    # A run that diverged has no finite value.
+    if values and len(values) < len(finished):
+      value += f' (of {len(values)})'
+    rows.append([name, runs, value, _mean(seconds)])
   return ['setting', 'finished', metric, 'seconds'], rows
 
 
@@ -217,7 +223,10 @@ def _mean(values: Sequence[float | str]) -> str:
   if not values:
     return ''
   x = np.array(values, float)
-  digits = 3 if np.abs(x).max() < 100 else 0
+  peak = np.abs(x).max()
+  digits = 3 if peak < 100 else 0
+  if 0 < peak < 0.1:
+    digits = 2 - math.floor(math.log10(peak))
   if len(x) < 2:
     return f'{x[0]:.{digits}f}'
   return f'{x.mean():.{digits}f} ± {x.std(ddof=1):.{digits}f}'

@@ -203,6 +203,16 @@ def test_a_run_without_finite_values_is_shown(tmp_path):
   assert 'The run took 30 steps' in page
 
 
+def test_the_seconds_of_a_step_are_not_those_of_stages_that_overlap(tmp_path):
+  step = {'time/step': 1.0, 'time/generate': 0.9, 'time/gradient': 0.8}
+  lines = [{'step': i, 'train/loss': 1.0, **step} for i in (1, 2, 3)]
+  fake_run.write_lines(tmp_path / 'metrics.jsonl', lines)
+  page = report.write(tmp_path).read_text(encoding='utf-8')
+  assert '<h3>Seconds per step</h3><span class="value">1.00 s</span>' in page
+  assert '90.0\u202f%' in page
+  assert 'stages of different places overlap' in page
+
+
 def test_every_place_has_its_own_rows(tmp_path):
   folder = fake_run.make_run(tmp_path / 'r', steps=2, warm_start=False)
   record = {

@@ -35,6 +35,17 @@ def test_a_rise_is_described_in_numbers():
   )
 
 
+def test_stages_that_overlap_have_their_share_of_the_duration():
+  run = make(
+    seconds=100.0,
+    train_loss={1: 2.0, 2: 1.0},
+    time_step={1: 50.0, 2: 50.0},
+    time_generate={1: 50.0, 2: 45.0},
+    time_gradient={1: 40.0, 2: 50.0},
+  )
+  assert 'spent in generate (95\u202f%)' in summary.describe(run)
+
+
 @pytest.mark.parametrize(
   ('after', 'verb'),
   [

@@ -95,6 +95,25 @@ def test_a_setting_of_one_run_has_no_deviation_and_of_none_no_mean():
   ]
 
 
+def test_a_run_without_a_finite_value_is_not_hidden_by_the_mean():
+  points = ran(HIGH, SEED)
+  path = points[2].folder / 'result.json'
+  found = json.loads(path.read_text())
+  del found['metrics']['eval/accuracy']  # As of a NaN.
+  path.write_text(json.dumps(found))
+  _, rows = results.mean_table(results.settings(points), 'eval/accuracy')
+  assert rows[0][1:3] == ['3 of 3', '0.405 ± 0.007 (of 2)']
+
+
+def test_small_values_keep_three_digits():
+  points = ran('workflows.grpo.clip_high = [1e-5]')
+  path = points[0].folder / 'result.json'
+  record = {'seconds': 1.0, 'metrics': {'eval/loss': 1.25e-5}}
+  path.write_text(json.dumps(record))
+  _, rows = results.mean_table(results.settings(points), 'eval/loss')
+  assert rows[0][2] == '0.0000125'
+
+
 def test_seeds_in_several_scopes_are_all_seeds():
   points = grid.grid(
     ['a.seed = [1, 2]', 'b/a.seed = [1]', 'SEED = [3]', 'x.y = [5]'], 'runs'
