@@ -26,7 +26,6 @@ from planner.search import result as result_lib
 from planner.search.plans import choices as choices_lib
 from planner.search.plans import fitting
 from planner.search.plans import space as space_lib
-from planner.simulation import evaluate_plan
 
 ROUNDING = 1e-9  # Sums of the same seconds differ by less, relatively.
 LATE = 1 / 2  # Share of a search's time after which it tries Algorithm 1.
@@ -84,9 +83,8 @@ class Search:
     self.deadline, self.proved, self.open = deadline, 0.0, {}
     self.late = deadline.part(LATE)
     self.space, self.staleness, self.keep = space, staleness, keep
-    half = evaluate_plan.STEPS // 2
     # The share of a step that passes before the next one begins.
-    self.share = half // (1 + staleness) / half
+    self.share = 1 / (1 + staleness)
     self.best, self.below, self.ranked = below, below, []
     self.leaves, self.counter = [], itertools.count()
     self.tried = self.simulated = 0

@@ -1,6 +1,7 @@
 """Evaluates a plan with a cost model: cuts, orders, lowers and simulates it."""
 
 import collections
+import math
 from typing import NamedTuple
 
 from planner.costs import cost_table
@@ -10,7 +11,17 @@ from planner.ir import plan as plan_lib
 from planner.lower import passes, program
 from planner.simulation import simulate as simulate_lib
 
-STEPS = 8  # Simulated; the second half gives the seconds of a step.
+LEAST = 8  # Steps that are simulated at least.
+
+
+def steps(staleness: int) -> int:
+  """Returns how many steps are simulated; the second half gives the seconds.
+
+  Steps that overlap may end in bursts of `staleness + 1` steps, so each half
+  has whole bursts.
+  """
+  burst = staleness + 1
+  return 2 * burst * math.ceil(LEAST / 2 / burst)
 
 
 class PlanEvaluation(NamedTuple):
@@ -71,7 +82,9 @@ def evaluate(
   """
   cost = cost_table.CostTable(model, plan)
   flow, programs = passes.lower(flow, plan, cost)
-  simulation = simulate_lib.simulate(flow, programs, cost, STEPS, staleness)
+  simulation = simulate_lib.simulate(
+    flow, programs, cost, steps(staleness), staleness
+  )
   return PlanEvaluation(plan, flow, programs, cost, staleness, simulation)
 
 
@@ -80,6 +93,10 @@ def re_evaluate(
 ) -> PlanEvaluation:
   """Simulates the same programs with other costs."""
   simulation = simulate_lib.simulate(
-    evaluation.flow, evaluation.programs, cost, STEPS, evaluation.staleness
+    evaluation.flow,
+    evaluation.programs,
+    cost,
+    steps(evaluation.staleness),
+    evaluation.staleness,
   )
   return evaluation._replace(cost=cost, simulation=simulation)

@@ -16,7 +16,7 @@ def evaluation(cost, pieces=1, staleness=0, flow=None, **places):
   )
   flow, programs = passes.lower(flow, chosen, cost)
   simulation = simulate.simulate(
-    flow, programs, cost, evaluate_plan.STEPS, staleness
+    flow, programs, cost, evaluate_plan.steps(staleness), staleness
   )
   return evaluate_plan.PlanEvaluation(
     chosen, flow, programs, cost, staleness, simulation

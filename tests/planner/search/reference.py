@@ -7,14 +7,16 @@ import math
 from planner.costs import cost_table
 from planner.ir import plan
 from planner.lower import passes
+from planner.simulation import evaluate_plan
 from planner.simulation import simulate as simulate_lib
 
 
 def play(flow, model, chosen, staleness, **kwargs):
   cost = cost_table.CostTable(model, chosen)
   cut, programs = passes.lower(flow, chosen, cost)
+  steps = evaluate_plan.steps(staleness)
   return simulate_lib.simulate(
-    cut, programs, cost, staleness=staleness, **kwargs
+    cut, programs, cost, **{'steps': steps, 'staleness': staleness} | kwargs
   )
 
 

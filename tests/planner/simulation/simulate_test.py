@@ -2,6 +2,7 @@ import pytest
 
 from planner.ir import plan
 from planner.lower import passes, program
+from planner.simulation import evaluate_plan
 from planner.simulation import simulate as simulate_lib
 from stages.learn import optimizers
 import tiny
@@ -191,3 +192,15 @@ def test_a_place_with_its_own_device_does_not_wait_for_shared_ones():
   )
   result = shared(flow, where, cost, devices=(0, 0, 1), share='xy', steps=1)
   assert result.period == pytest.approx(2)
+
+
+@pytest.mark.parametrize('staleness', [1, 2, 3])
+def test_steps_that_end_in_bursts_count_as_in_the_long_run(staleness):
+  flow, model, *_ = toys.random_instance(410)
+  places = {name: plan.Placement((i,)) for i, name in enumerate('xy')}
+  chosen = plan.Plan(places, {'a': 'x', 'b': 'y', 'c': 'y'}, pieces=2)
+  found = evaluate_plan.evaluate(flow, model, chosen, staleness)
+  long = simulate_lib.simulate(
+    found.flow, found.programs, found.cost, 48, staleness
+  )
+  assert found.seconds == pytest.approx(long.period)
