@@ -109,6 +109,21 @@ def workdir() -> pathlib.Path:
   return folder
 
 
+def _prepare_output(flag: flags.FlagHolder):
+  """Makes the folder of a plan's file, or refuses the file, at the start."""
+  if flag.value is None:
+    return
+  if not PLAN_ONLY.value:
+    raise ValueError(
+      f'--{flag.name} is the file for a plan that is only looked for: add '
+      '--plan_only. A run writes its plan into its folder.'
+    )
+  path = pathlib.Path(flag.value)
+  if path.is_dir():
+    raise ValueError(f'--{flag.name}={path} is a folder: name a file in it.')
+  path.parent.mkdir(parents=True, exist_ok=True)
+
+
 def plan_only():
   """Prints the fastest plan of the recipe on the cluster."""
   # Imported here: they load all of the planner.
@@ -208,9 +223,12 @@ def main(_):
       raise ValueError(
         '--eval_only and --plan_only are both given: choose one of them.'
       )
+    for flag in (PLAN_JSON, PLAN_HTML):
+      _prepare_output(flag)
     plan_only() if PLAN_ONLY.value else run(folder)
   except KeyboardInterrupt:
-    print('Stopped. Continue with --resume.', file=sys.stderr)
+    advice = '' if PLAN_ONLY.value else ' Continue with --resume.'
+    print(f'Stopped.{advice}', file=sys.stderr)
     sys.exit(130)
   except USER_ERRORS as error:
     if isinstance(error, checkpoint.CheckpointError):

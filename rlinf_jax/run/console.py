@@ -227,4 +227,5 @@ def format_summary(
   facts['report'] = str(report)
   if found := failures.read(folder):
     facts['problems'] = ' '.join(found)
-  return format_facts(f'Finished {step} steps.', facts)
+  steps = 'step' if step == 1 else 'steps'
+  return format_facts(f'Finished {step} {steps}.', facts)

@@ -80,6 +80,11 @@ WRONG = [
     '`train.train.ray_address`',
   ),
   ([PUSH, '--compile'], '--compile compiles a plan for other devices'),
+  ([PUSH, '--plan_json=x.json'], '--plan_json is the file for a plan that is'),
+  (
+    [PUSH, '--plan_only', '--plan_html={here}'],
+    '--plan_html={here} is a folder: name a file in it.',
+  ),
   ([PUSH, '--eval_checkpoint=x'], '--eval_checkpoint names what is evaluated'),
   (
     [PUSH, '--eval_only', '--plan_only'],

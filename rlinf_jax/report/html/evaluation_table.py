@@ -38,7 +38,9 @@ def rows(results: Results) -> list[list[str]]:
     results: as `rlinf_jax.run.evaluation.results`.
   """
   metrics = {name: None for values in results.values() for name in values}
-  scores = [x for kind in SCORES for x in metrics if x.startswith(kind)]
+  # As numbers: pass@2 before pass@16.
+  names = sorted(metrics, key=lambda x: (len(x), x))
+  scores = [x for kind in SCORES for x in names if x.startswith(kind)]
   others = [x for x in OTHERS if x in metrics]
   titles = [x.replace('_at_', '@').replace('_', ' ') for x in scores]
   table = [['set', 'problems', *titles, *(OTHERS[x][0] for x in others)]]

@@ -146,6 +146,12 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
   ]
 
 
+def test_the_summary_counts_one_step(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n')
+  text = console.format_summary(tmp_path, 1.0, 'report.html')
+  assert text.startswith('Finished 1 step.')
+
+
 def test_the_summary_of_a_run_without_metrics_leaves_them_out(tmp_path):
   text = console.format_summary(tmp_path, 6.0, 'none')
   assert 'accuracy' not in text
