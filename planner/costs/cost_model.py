@@ -14,16 +14,19 @@ Axes = tuple[tuple[str, int], ...]
 class Model(Protocol):
   """The costs of stages, transfers and memory on placements; `search` uses it.
 
-  The costs of a place depend only on the place itself: its stages, its number
-  of devices (which are consecutive), its axes, and the plan's pieces,
+  The costs of a place depend only on the place itself: its stages, its devices
+  (which are consecutive), its axes, and the plan's pieces,
   micro-batches, remat and offloaded stages. Memory also depends on which
   carried values the place holds. Only `contention` depends on other places.
 
   Attributes:
     capacity: bytes of a device that may be used.
+    alignment: the first device of a place matters only modulo this number, for
+      the seconds of its calls: the devices of a node, where there are several.
   """
 
   capacity: float
+  alignment: int
 
   def axes(self, stages: tuple[str, ...], devices: int) -> Sequence[Axes]:
     """Returns the meshes that a place of these stages may have, if any."""

@@ -46,6 +46,7 @@ class Roofline:
 
   Attributes:
     capacity: bytes of a device that plans may use.
+    alignment: as in `cost_model.Model`.
   """
 
   def __init__(
@@ -82,6 +83,8 @@ class Roofline:
     self.measured, self.assumed = measured, assumed
     self.evaluation = evaluation
     self.capacity = cluster.capacity
+    several = cluster.num_devices > cluster.devices_per_node
+    self.alignment = cluster.devices_per_node if several else 1
     self.axes = functools.cache(
       functools.partial(
         allowed_meshes.meshes,

@@ -51,6 +51,10 @@ class ScaledCosts:
   def capacity(self) -> float:
     return self._costs.capacity
 
+  @property
+  def alignment(self) -> int:
+    return self._costs.alignment
+
   def axes(self, stages: tuple[str, ...], devices: int) -> Sequence:
     return self._costs.axes(stages, devices)
 

@@ -7,10 +7,10 @@ from planner.ir import plan as plan_lib
 class MemoizedModel:
   """Memoizes a cost model on places of consecutive devices.
 
-  The cost of a call depends on the number of devices only; the cost of a
-  transfer also depends on which devices they are. Calls that are alike cost the
-  same (`graph.Flow.alike`). Nodes and flows are compared by identity, so they
-  must live as long as this object.
+  The cost of a call depends on the number of devices, and on where in a node
+  they begin; the cost of a transfer depends on which devices they are. Calls
+  that are alike cost the same (`graph.Flow.alike`). Nodes and flows are
+  compared by identity, so they must live as long as this object.
   """
 
   def __init__(self, model):
@@ -30,7 +30,9 @@ class MemoizedModel:
     if id(node) not in self._alike:
       self._alike[id(node)] = flow.alike(node)
     node = self._alike[id(node)]
-    key = id(node), len(placement.devices), placement.axes, rows, remat
+    devices = placement.devices
+    site = len(devices), devices[0] % self._model.alignment, placement.axes
+    key = id(node), site, rows, remat
     if key not in self._seconds:
       seconds = self._model.seconds(flow, node, placement, rows, remat)
       self._seconds[key] = seconds

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 import functools
 import itertools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +95,7 @@ class Choices:
       for size in range(n + 1)
       for some in itertools.combinations(space.offload, size)
     ]
+    self._starts = range(math.lcm(space.unit, model.alignment) // space.unit)
     self.infeasible = []
     self.stages = functools.cache(self._stages)
     self.menu = functools.cache(self._menu)
@@ -160,10 +162,16 @@ class Choices:
   # Costs.
 
   def seconds(self, cut, kind: int, units: int, axes, execution) -> float:
-    """Returns the seconds of a node of a kind."""
+    """Returns the least seconds of a node of a kind, wherever a place begins.
+
+    Where places have parts of nodes, some cross from one node to the next.
+    """
     node = cut.flow.nodes[cut.first[kind]]
-    where = cut.flow, node, self.placement(0, units, axes)
-    return self.costs.seconds(*where, *execution)
+    places = (self.placement(b, units, axes) for b in self._starts)
+    seconds = (
+      self.costs.seconds(cut.flow, node, p, *execution) for p in places
+    )
+    return min(seconds)
 
   def executions(self, cut, stage: str, units: int, axes):
     """Returns the executions of a stage that may fit in memory.
@@ -239,10 +247,7 @@ class Choices:
   def _group_axes(self, units: int) -> list[set]:
     """Returns the meshes that the place of each group of stages may have."""
     found = [set() for _ in self.groups]
-    all_blocks = {block for blocks in self.blocks for block in blocks}
-    for number, block in enumerate(all_blocks, 1):
-      if not number % CHECKED:
-        self.deadline.check()
+    for block in {block for blocks in self.blocks for block in blocks}:
       for g in range(len(self.groups)):
         if block >> g & 1:
           found[g].update(self.menu(block, units))
