@@ -162,10 +162,7 @@ class Choices:
   # Costs.
 
   def seconds(self, cut, kind: int, units: int, axes, execution) -> float:
-    """Returns the least seconds of a node of a kind, wherever a place begins.
-
-    Where places have parts of nodes, some cross from one node to the next.
-    """
+    """Returns the least seconds of a kind of nodes, wherever a place begins."""
     node = cut.flow.nodes[cut.first[kind]]
     places = (self.placement(b, units, axes) for b in self._starts)
     seconds = (
