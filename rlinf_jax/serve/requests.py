@@ -109,7 +109,7 @@ def read_json(body: bytes) -> dict:
   """
   try:
     raw = json.loads(body)
-    # An escape such as \\ud800 alone is no character, and no reply can tell it.
+    # An escape such as \ud800 alone is no character, and no reply can tell it.
     json.dumps(raw, ensure_ascii=False).encode()
   except (ValueError, RecursionError):
     raw = None

@@ -1,4 +1,4 @@
-"""`import stages` is a library: the README's script, as a stranger runs it."""
+"""`import stages` is a library: the script of the quickstart runs as it is."""
 
 import pathlib
 import re
@@ -11,9 +11,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def snippet() -> str:
-  (code,) = re.findall(
-    r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S
-  )
+  page = (ROOT / 'docs' / 'quickstart.md').read_text()
+  (code,) = re.findall(r'```python\n(.*?)```', page, re.S)
   return code
 
 
@@ -26,13 +25,13 @@ def run(code: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_script_in_the_readme_learns():
+def test_the_script_in_the_quickstart_learns():
   rewards = [float(line.split()[1]) for line in run(snippet()).splitlines()]
   assert len(rewards) == 40
   assert rewards[0] < 0.4 and rewards[-1] > 0.8
 
 
-def test_the_script_in_the_readme_is_short_and_needs_stages_alone():
+def test_the_script_in_the_quickstart_is_short_and_needs_stages_alone():
   assert len(snippet().splitlines()) <= 30
   imports = snippet().split('\n\n\n')[0]
   loaded = run(f'{imports}\nimport sys\nprint(*sys.modules)').split()
