@@ -132,7 +132,7 @@ def test_an_environment_that_hangs_or_raises_loses_its_own_episode(
 ):
   texts = [['a', 'stop'], ['raise'], ['a', 'hang'], ['b', 'stop'], ['hang']]
   start = time.perf_counter()
-  problem, x = play(monkeypatch, folder, texts, step_timeout=0.3, num_threads=2)
+  problem, x = play(monkeypatch, folder, texts, step_timeout=2.0, num_threads=2)
   assert time.perf_counter() - start < 30  # A hanging one takes 60.
   assert x.env_failed.tolist() == [0, 1, 1, 0, 1]
   assert problem.answer.reward.tolist() == [2.25, 0, 0, 2.25, 0]
@@ -198,7 +198,7 @@ def test_two_roles_hear_each_other_through_the_environment(folder, monkeypatch):
   texts = [['a', 'stop'], ['b'], ['raise'], [], ['stop'], []]
   texts += [['a'] * 4, ['b'] * 4, ['a', 'hang'], ['b'], ['qwjkvzxqwjk'], []]
   problem, x = play(
-    monkeypatch, folder, texts, tools_of_mine.TwoEchoes, step_timeout=0.5
+    monkeypatch, folder, texts, tools_of_mine.TwoEchoes, step_timeout=2.0
   )
   read = tokens.decode(tokenizer, x.action, tokens.through_last(x.mask))
   asked = tokens.decode(tokenizer, *x.obs)
@@ -303,18 +303,20 @@ def test_episodes_that_limits_end_are_dropped():
 
 
 def test_a_step_that_ends_late_leaves_no_episode():
-  begun = threading.Event()
+  begun, goes_on = [], threading.Event()
 
   class Late(tools_of_mine.Echo):
     def step(self, text):
-      begun.set()
-      time.sleep(0.5)
+      begun.append(threading.current_thread())
+      goes_on.wait(60)
       return super().step(text)
 
-  steps = stepping.Steps(Late, deadline.Pool(1, 0.1))
+  steps = stepping.Steps(Late, deadline.Pool(1, 1.0))
   (got,) = steps([turn_of(['a'])], 1)
-  assert begun.is_set() and isinstance(got, deadline.LateError)
-  time.sleep(1.0)
+  assert begun and isinstance(got, deadline.LateError)
+  goes_on.set()
+  begun[0].join(60)
+  assert not begun[0].is_alive()
   assert not steps._live and not steps._calls
 
 
@@ -338,24 +340,26 @@ def test_the_policy_goes_on_when_enough_rows_can(waiting, ready, slots, count):
 
 def test_seconds_of_steps_are_recorded(tmp_path):
   steps = stepping.Steps(
-    tools_of_mine.Echo, deadline.Pool(2, 0.3), tmp_path / 'seconds.txt'
+    tools_of_mine.Echo, deadline.Pool(2, 2.0), tmp_path / 'seconds.txt'
   )
   steps([turn_of(['a']), turn_of(['hang'], row=2), turn_of(['b'], row=3)], 3)
   quick, _, slow = sorted(answer_times.read(tmp_path / 'seconds.txt'))
-  assert quick < 0.3 <= slow < 5.0  # A step that is late counts until then.
+  # A step that is late counts until then; it would take a minute.
+  assert quick < 2.0 <= slow < 50.0
 
 
 def test_many_hanging_calls_do_not_stop_the_others():
-  pool = deadline.Pool(4, 0.3)
+  pool, released = deadline.Pool(4, 1.0), threading.Event()
 
   def call(i):
     if i % 10 == 0:
-      time.sleep(3)
+      released.wait(60)
     if i % 10 == 1:
       raise RuntimeError('as told')
     return i
 
   results = pool.map(call, range(100))
+  released.set()
   for i, result in enumerate(results):
     expected = {0: deadline.LateError, 1: RuntimeError}.get(i % 10)
     assert isinstance(result, expected) if expected else result == i

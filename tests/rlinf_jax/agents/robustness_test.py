@@ -62,7 +62,7 @@ def test_environments_that_hang_or_raise_lose_their_own_episodes(n):
     texts[row][k % 3] = how  # In any turn.
   problems = ['{"question": "7"}'] * n
   start = time.monotonic()
-  reward, terms, failed = play(tools_of_mine.Echo, problems, texts, seconds=0.5)
+  reward, terms, failed = play(tools_of_mine.Echo, problems, texts, seconds=2.0)
   # Hanging ones would take a minute each.
   assert time.monotonic() - start < 30 + n / 10
   assert failed.tolist() == [int(i in bad) for i in range(n)]
@@ -74,7 +74,7 @@ def test_environments_that_hang_or_raise_lose_their_own_episodes(n):
 @pytest.mark.slow
 @pytest.mark.parametrize('n', MANY)
 def test_tools_that_hang_or_raise_cost_their_own_turns(n):
-  tool = tools.tool(tools_of_mine.misbehave, seconds=0.5, processes=2)
+  tool = tools.tool(tools_of_mine.misbehave, seconds=2.0, processes=2)
   make = functools.partial(tool_env.ToolEnv, [tool], parse=formats.pythonic)
   bad = bad_rows(n)
   how = [bad.get(i, 'fine') for i in range(n)]

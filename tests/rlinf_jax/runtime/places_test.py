@@ -35,13 +35,21 @@ def sleeper(name, seconds, fn, **kwargs):
   return stages.Stage(run, name, host=True, **kwargs)
 
 
-def workflow(act=0.0, learn=0.0, fail=None):
-  """act → judge → learn → apply, with simple numbers."""
+def workflow(act=0.0, fail=None, during=None):
+  """act → judge → learn → apply, with simple numbers.
+
+  Args:
+    act: seconds that the first takes for the whole batch.
+    fail: the stage that raises.
+    during: what is called with the name of a stage as it computes.
+  """
 
   def broken(name, fn):
     def run(*args):
       if fail == name:
         raise LookupError('it is away')
+      if during is not None:
+        during(name)
       return fn(*args)
 
     return run
@@ -56,11 +64,11 @@ def workflow(act=0.0, learn=0.0, fail=None):
   judge = stages.Stage(
     broken('judge', lambda x: 2 * x), 'judge', host=True, out_shapes=rows_of
   )
-  learn = sleeper(
-    'learn',
-    learn,
+  learn = stages.Stage(
     broken('learn', lambda x: x.sum(0)),
-    grain='sum',
+    'learn',
+    'sum',
+    host=True,
     out_shapes=lambda x: jax.ShapeDtypeStruct(x.shape[1:], jnp.float32),
   )
   apply = stages.Stage(
@@ -132,7 +140,17 @@ def test_threads_end_when_a_runtime_is_closed():
 
 
 def test_pieces_are_learned_from_while_others_are_generated():
-  planned = runtime(workflow(act=0.4, learn=0.4), apart(4))
+  begun, acted = threading.Event(), []
+
+  def during(name):
+    if name == 'learn':
+      begun.set()
+    if name == 'act':
+      acted.append(name)
+      # The last piece is generated for as long as none is learned from.
+      assert len(acted) < 4 or begun.wait(60)
+
+  planned = runtime(workflow(during=during), apart(4))
   planned.step(BATCH, KEY)
   spans = [s for s in planned.timeline.take() if s.what == 'run']
   act = [s for s in spans if s.stage == 'act']
@@ -143,7 +161,7 @@ def test_pieces_are_learned_from_while_others_are_generated():
 
 
 def test_what_a_place_waits_for_is_on_the_timeline():
-  planned = runtime(workflow(act=0.2), apart())
+  planned = runtime(workflow(act=1.0), apart())
   planned.step(BATCH, KEY)
   spans = planned.timeline.take()
   (wait,) = [s for s in spans if s.what == 'wait' and s.place == 'at judge']

@@ -142,21 +142,21 @@ def test_thoughts_that_the_template_drops_begin_a_new_trajectory(
 
 
 def test_who_leaves_a_stream_ends_its_decoding_and_records_nothing(serve):
-  client, session, decoder = serve('x' * 400, 'done', seconds_per_token=0.01)
+  client, session, decoder = serve('x' * 400, 'done', seconds_per_token=0.1)
   with chat(client, stream=True) as stream:
     for event in stream:
       if event.choices[0].delta.content:
         break
-  assert decoder.cancelled.wait(5.0)
+  assert decoder.cancelled.wait(60)
   assert session.trajectories() == []
   assert chat(client).choices[0].message.content == 'done'
 
 
 def test_who_leaves_before_a_whole_reply_ends_its_decoding_too(serve):
-  client, session, decoder = serve('x' * 400, 'done', seconds_per_token=0.01)
+  client, session, decoder = serve('x' * 400, 'done', seconds_per_token=0.1)
   with pytest.raises(openai.APITimeoutError):
-    chat(client, timeout=httpx.Timeout(0.3))
-  assert decoder.cancelled.wait(5.0)
+    chat(client, timeout=httpx.Timeout(2.0))
+  assert decoder.cancelled.wait(60)
   assert session.trajectories() == []
   assert chat(client).choices[0].message.content == 'done'
 
@@ -180,7 +180,7 @@ def test_calls_that_have_ended_are_not_kept_to_be_cancelled(serve):
   for _ in chat(client, stream=True):
     pass
   chat(client, n=2)
-  deadline = time.monotonic() + 5
+  deadline = time.monotonic() + 60
   while session._cancels and time.monotonic() < deadline:
     time.sleep(0.01)
   assert session._cancels == set()

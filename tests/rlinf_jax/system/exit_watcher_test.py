@@ -60,7 +60,10 @@ import time
 def work(seconds):
   end = time.monotonic() + seconds
   while time.monotonic() < end:
-    pass
+    pause = time.process_time() + 0.03  # The smallest unit is a hundredth.
+    while time.process_time() < pause:
+      pass
+    time.sleep(0.1)
 """
 STILL = """
 import subprocess, sys, time
@@ -74,10 +77,10 @@ exit_watcher.start()
 @pytest.mark.parametrize(
   ('statement', 'times'),
   [
-    ('time.sleep(4)', 1),
-    ('subprocess.run(["sleep", "4"])', 1),
+    ('time.sleep(8)', 1),
+    ('subprocess.run(["sleep", "8"])', 1),
     # It is reported again once it has worked.
-    ('time.sleep(4); work(0.5); time.sleep(4)', 2),
+    ('time.sleep(8); work(0.5); time.sleep(8)', 2),
     ('work(4)', 0),
     ('subprocess.run([sys.executable, "-c", f"{BUSY}work(4)"])', 0),
   ],

@@ -8,7 +8,7 @@ from rlinf_jax.agents.tools import calculator
 from rlinf_jax.isolation import pool
 import tools_of_mine
 
-SECONDS = 0.5
+SECONDS = 2.0
 
 
 def test_a_schema_follows_from_types_and_docstring():
