@@ -66,9 +66,7 @@ FOUR = {
 @contextlib.contextmanager
 def cluster_of(*cpus):
   """Starts a node with each number of processors; yields their address."""
-  with socket.socket() as free:
-    free.bind(('', 0))
-    port = free.getsockname()[1]
+  port = _free_port()
   address = f'127.0.0.1:{port}'
   joins = ['--head', f'--port={port}', '--include-dashboard=false']
   nodes = []
@@ -86,6 +84,15 @@ def cluster_of(*cpus):
     for node in nodes:  # SIGTERM would drain the node first.
       node.kill()
       node.wait()
+
+
+def _free_port() -> int:
+  """A port that the system gives to no connection before Ray opens it."""
+  for port in range(20_000 + os.getpid() % 5000, 32_000):
+    with socket.socket() as free, contextlib.suppress(OSError):
+      free.bind(('', port))
+      return port
+  raise OSError('No port from 20,000 to 32,000 is free.')
 
 
 def _listens(port):
