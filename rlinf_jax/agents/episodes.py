@@ -207,12 +207,12 @@ def _cut(
 
   With roles, they are those that would have the next turn.
   """
-  length_B = np.asarray(now.completions.mask).sum(1)
-  said_B = reply.mask.sum(1)
-  B, T = now.own.shape
-  turns_B = np.asarray(now.turns) + (np.asarray(now.idle) == 0)
-  fits_B = (said_B > 0) & (length_B + said_B < T)
-  fits_B &= turns_B < now.by_turn.reward.shape[1]
+  fits_B = conversation_state.fits(
+    np.asarray(now.completions.mask),
+    reply.mask.sum(1),
+    np.asarray(now.turns) + (np.asarray(now.idle) == 0),
+    now.by_turn.reward.shape[1],
+  )
   goes_on_B = (reply.answered > 0) & (reply.holds == 0)
   waits_B = np.asarray(now.waits) > 0
   return np.flatnonzero(waits_B & goes_on_B & ~fits_B)

@@ -129,7 +129,7 @@ class Pool:
     return self._results([_Call((item,), EMPTY) for item in items])
 
   def _results(self, calls: Sequence['_Call']) -> list[Any | CallError]:
-    """Results of calls; those that nobody waits for any more are not made."""
+    """Makes calls and waits for them; a caller that is ended drops the rest."""
     with self._lock:
       while len(self._threads) < self._num_processes:
         thread = threading.Thread(target=self._serve, daemon=True)

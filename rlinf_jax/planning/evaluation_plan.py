@@ -1,4 +1,4 @@
-"""How evaluations run by the plan of a step.
+"""Places and micro-batches of evaluations, by the plan of a step.
 
 A search plans steps. The stages that only evaluations have get a place of that
 plan afterwards, and micro-batches with which they fit in its memory.

@@ -79,6 +79,22 @@ def has_turn(completions: base.Completions) -> Bool[Array, ' B']:
   return completions.alive & (completions.mask.min(1) == 0)
 
 
+def fits(mask_BT, said_B, turns_B, max_turns: int):
+  """Rows in which the policy may have another turn after an answer.
+
+  Args:
+    mask_BT: tokens of the conversation before the answer.
+    said_B: tokens of the answer; none where it was too long.
+    turns_B: turns that the policy has had.
+    max_turns: most turns of a conversation.
+
+  Returns:
+    Booleans [B], of JAX or of NumPy as the arguments are.
+  """
+  has_room_B = (said_B > 0) & (mask_BT.sum(1) + said_B < mask_BT.shape[1])
+  return has_room_B & (turns_B < max_turns)
+
+
 def append(now: Conversation, reply: Reply) -> Conversation:
   """Adds what environments said to the rows that waited for it.
 
@@ -94,7 +110,7 @@ def append(now: Conversation, reply: Reply) -> Conversation:
   reward_BK, state_BK = now.by_turn
   K = reward_BK.shape[1]
   turns_B = now.turns + (waits_B & ~now.idle)
-  fits_B = (said_B > 0) & (length_B + said_B < T) & (turns_B < K)
+  fits_B = fits(old.mask, said_B, turns_B, K)
   holds_B = waits_B & ~ends_B & (reply.holds > 0)
   goes_on_B = waits_B & ~ends_B & ~holds_B & fits_B
   column_BE = length_B[:, None] + jnp.arange(E)[None]

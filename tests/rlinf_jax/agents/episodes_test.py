@@ -186,7 +186,7 @@ class Halves:
 
 
 def test_odd_answers_of_an_environment_end_no_run(folder, monkeypatch):
-  """What is no number to log loses its own episode."""
+  """A term that is not a number fails its own episode."""
   problem, x = play(monkeypatch, folder, [['a'] * 4, ['b'] * 4], make=Halves)
   assert x.env_failed.tolist() == [0, 1]
   assert problem.answer.terms['heard'].tolist() == [4, 0]
@@ -282,7 +282,7 @@ def test_slow_steps_go_on_while_others_are_answered():
   Slow.events['b'].set()
   got = steps(turns, 1)
   assert [x is not None for x in got] == [False, True, False, False]
-  # Those that have no answer are asked for again, with another.
+  # The turns without an answer are sent again, together with a new one.
   turns = [turns[3], turns[0], turns[2], turn_of(['e'], row=4)]
   for name in 'ad':
     Slow.events[name].set()
