@@ -48,20 +48,21 @@ def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     conversations += sum(float(x.get(name, 0)) for name in CONVERSATIONS)
     rewards += any(float(x.get(name, 0)) > 0 for name in REWARDS)
   if skipped:
-    steps = 'step' if skipped == 1 else 'steps'
-    yield (
-      f'In {skipped:,} {steps} an update was skipped, as its gradient was not '
-      'finite.'
-    )
+    steps = _number(skipped, 'step', 'steps')
+    yield f'In {steps} an update was skipped, as its gradient was not finite.'
   if episodes > 0:
-    yield f'{episodes:,.0f} episodes were lost, as a simulator failed.'
+    lost = _number(episodes, 'episode was', 'episodes were')
+    yield f'{lost} lost, as a simulator failed.'
   if conversations > 0:
-    yield (
-      f'{conversations:,.0f} conversations were lost, as an environment or an '
-      'agent failed.'
-    )
+    lost = _number(conversations, 'conversation was', 'conversations were')
+    yield f'{lost} lost, as an environment or an agent failed.'
   if rewards:
-    yield f'In {rewards:,} of the steps and evaluations a reward failed.'
+    steps = _number(rewards, 'step or evaluation', 'steps or evaluations')
+    yield f'A reward failed in {steps}.'
+
+
+def _number(count: float, one: str, several: str) -> str:
+  return f'{count:,.0f} {one if count == 1 else several}'
 
 
 def _of_notices(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:

@@ -24,10 +24,10 @@ def last_lines(folder):
 CASES = [
   ({'train/skipped': 1.0}, 'In 1 step an update was skipped, as its gradient'),
   ({'env/failed': 3.0}, '3 episodes were lost, as a simulator failed.'),
-  ({'eval/failed': 2.0}, '2 episodes were lost, as a simulator failed.'),
+  ({'eval/failed': 1.0}, '1 episode was lost, as a simulator failed.'),
   ({'rollout/env_failed': 2.0}, '2 conversations were lost, as an environm'),
-  ({'rollout/reward/failed': 0.5}, 'In 1 of the steps and evaluations a rew'),
-  ({'eval/reward/failed': 0.5}, 'In 1 of the steps and evaluations a rew'),
+  ({'rollout/reward/failed': 0.5}, 'A reward failed in 1 step or evaluation.'),
+  ({'eval/reward/failed': 0.5}, 'A reward failed in 1 step or evaluation.'),
 ]
 
 
