@@ -4,6 +4,7 @@ python -m rlinf_jax.sweep.check < JSON    # as `check` starts it
 """
 
 from collections.abc import Iterator, Sequence
+import contextlib
 import json
 import subprocess
 import sys
@@ -55,7 +56,9 @@ def main():
   gin_files, tried = json.load(sys.stdin)
   for bindings in tried:
     try:
-      config.parse(gin_files, bindings, '')
+      # What modules print as they are imported is not the error.
+      with contextlib.redirect_stdout(sys.stderr):
+        config.parse(gin_files, bindings, '')
     except command_line.USER_ERRORS as error:
       print(config_errors.text(error))
       sys.exit(1)

@@ -106,7 +106,11 @@ def failure(job: RunningPoint) -> str:
 
 
 def stop(processes: Sequence[subprocess.Popen]) -> None:
-  """Interrupts processes and their children; kills those that do not end."""
+  """Interrupts processes and their children; kills those that do not end.
+
+  Raises:
+    KeyboardInterrupt: if one comes meanwhile, after which all are killed.
+  """
   alive = [process for process in processes if process.poll() is None]
   for process in alive:
     os.killpg(process.pid, signal.SIGINT)
@@ -114,7 +118,9 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
   try:
     for process in alive:
       process.wait(max(0.0, end - time.monotonic()))
-  except (KeyboardInterrupt, subprocess.TimeoutExpired):
+  except subprocess.TimeoutExpired:
+    pass
+  finally:
     for process in alive:
       if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)

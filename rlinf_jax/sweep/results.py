@@ -89,7 +89,7 @@ def write(
   groups = settings(points)
   columns, rows = mean_table(groups, metric)
   lines = [columns, ['---'] * len(columns), *rows]
-  text = ''.join(f'| {" | ".join(line)} |\n' for line in lines)
+  text = ''.join(f'| {" | ".join(map(_cell, line))} |\n' for line in lines)
   whole_file.write_text(folder / 'results.md', f'{CAPTION}\n\n{text}')
   picture = folder / f'{metric.replace("/", "_")}.png'
   with whole_file.replaced(picture) as part:
@@ -120,13 +120,21 @@ def mean_table(
   return ['setting', 'finished', metric, 'seconds'], rows
 
 
+def _cell(text: str) -> str:
+  """A text as the cell of a table in Markdown."""
+  return text.replace('|', r'\|').replace('\n', ' ')
+
+
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
   """Prints the table of `mean_table`."""
-  from rich import console, table
+  from rich import console, table, text
 
-  printed = table.Table(*columns, caption=CAPTION)
+  # Values of parameters are no markup, whatever brackets they have.
+  printed = table.Table(caption=CAPTION)
+  for name in columns:
+    printed.add_column(text.Text(name))
   for row in rows:
-    printed.add_row(*row)
+    printed.add_row(*map(text.Text, row))
   console.Console().print(printed)
 
 

@@ -210,7 +210,12 @@ def _check_recipe(folder: pathlib.Path, recipe: Sequence[str]) -> None:
   """
   path = folder / 'sweep.json'
   if any(folder.glob('*/config.gin')):
-    earlier = json.loads(path.read_text()) if path.exists() else []
+    if not path.exists():
+      raise ValueError(
+        f'{folder} contains runs that are not of a sweep: choose another '
+        '--workdir.'
+      )
+    earlier = json.loads(path.read_text())
     if earlier != recipe:
       raise ValueError(
         f'{folder} contains a sweep of another recipe ({" ".join(earlier)}). '

@@ -25,6 +25,20 @@ def test_a_wrong_value_of_any_parameter_is_refused(over, message, tmp_path):
   assert not (tmp_path / 'sweep').exists()
 
 
+def test_what_a_module_prints_is_not_its_error(tmp_path, monkeypatch):
+  loud = "print('hello')\nraise ValueError('broken')"
+  (tmp_path / 'loud.py').write_text(loud)
+  monkeypatch.setenv('PYTHONPATH', str(tmp_path))
+  recipe = tmp_path / 'loud.gin'
+  recipe.write_text(
+    'from __gin__ import dynamic_registration\nimport loud\nSTEPS = 1\n'
+  )
+  points = grid.grid(['STEPS = [1, 2]'], tmp_path / 'sweep')
+  with pytest.raises(ValueError, match='broken') as caught:
+    check.check([str(recipe)], [], points)
+  assert 'hello' not in str(caught.value)
+
+
 def test_a_grid_that_runs_take_passes(tmp_path):
   points = grid.grid(['GROUP = [2, 4]', 'SEED = range(3)'], tmp_path)
   check.check(RECIPE, ['STEPS = 3'], points)

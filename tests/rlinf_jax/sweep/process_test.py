@@ -63,6 +63,39 @@ def test_a_run_that_ignores_an_interrupt_is_killed(
   assert deaf.returncode == -signal.SIGKILL
 
 
+@pytest.fixture
+def interrupted_while_waiting(monkeypatch):
+  """A process that is being stopped when Ctrl-C is pressed again."""
+
+  class Waited:
+    pid, returncode = 0, None
+
+    def poll(self):
+      return self.returncode
+
+    def wait(self, timeout=None):
+      if timeout is not None:
+        raise KeyboardInterrupt
+      return self.returncode
+
+  waited = Waited()
+
+  def kill(pid, number):
+    if number == signal.SIGKILL:
+      waited.returncode = -number
+
+  monkeypatch.setattr(os, 'killpg', kill)
+  return waited
+
+
+def test_an_interrupt_while_a_run_is_stopped_ends_the_sweep(
+  interrupted_while_waiting,
+):
+  with pytest.raises(KeyboardInterrupt):
+    process.stop([interrupted_while_waiting])
+  assert interrupted_while_waiting.returncode == -signal.SIGKILL
+
+
 def test_a_run_that_outlives_a_killed_sweep_keeps_the_folder(fake):
   process = fake_main.launch(fake, 'workflows.grpo.clip_high = [99]')
   fake_main.wait_for('*/config.gin', 1)

@@ -147,6 +147,19 @@ def test_names_of_settings_may_have_dollars():
   assert path.stat().st_size
 
 
+def test_names_of_settings_may_have_brackets_and_bars(capsys, monkeypatch):
+  plot = lambda groups, metric, path: path.touch()
+  monkeypatch.setattr(results, 'plot', plot)
+  points = ran(HIGH, "a.text = ['[/x]', '[bold]|b']")
+  table = results.mean_table(results.settings(points), 'eval/accuracy')
+  results.print_table(*table)
+  printed = capsys.readouterr().out
+  assert 'text=[/x]' in printed and 'text=[bold]|b' in printed
+  results.write(points, pathlib.Path('runs'), None)
+  written = pathlib.Path('runs/results.md').read_text()
+  assert r', text=[bold]\|b | 1 of 1 |' in written
+
+
 def test_the_plot_has_one_line_per_setting(monkeypatch):
   from matplotlib import figure
 

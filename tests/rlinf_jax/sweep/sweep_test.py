@@ -145,6 +145,13 @@ def test_points_of_another_recipe_are_not_mixed_in(fake):
     sweep.sweep(['some.gin'], [], [fake_main.HIGH], 'runs', command=fake)
 
 
+def test_runs_that_are_not_of_a_sweep_are_not_taken_for_one(fake):
+  pathlib.Path('runs/mine').mkdir(parents=True)
+  pathlib.Path('runs/mine/config.gin').touch()
+  with pytest.raises(ValueError, match='contains runs that are not of a sweep'):
+    fake_main.run(fake, fake_main.HIGH)
+
+
 def test_a_recipe_that_never_started_may_be_corrected(fake):
   false = sys.executable, '-c', 'raise SystemExit(1)'
   sweep.sweep(
