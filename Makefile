@@ -69,7 +69,7 @@ chaos: .venv/test  # Faults at random moments of runs; goes on after a stop.
 	$(BIN)/python -m experiments.chaos --trials 100 --workdir runs/chaos
 
 # Places that could be said more plainly. Never raise it.
-PLACES := 12
+PLACES := 0
 
 docs: .venv/docs  # The site, in `site/`; a broken link is an error.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -15,7 +15,7 @@ from rlinf_jax.config import (
 )
 from tests.doors import bindings_test
 
-# What gin can write: literals of Python, without infinity and NaN.
+# Values that gin can write: literals of Python, without infinity and NaN.
 SCALARS = (
   strategies.none()
   | strategies.booleans()

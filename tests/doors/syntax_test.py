@@ -15,7 +15,7 @@ SEVERAL = (
 )
 STATEMENT = "write `from package import module` or `include 'file.gin'`."
 
-# What stands behind `MODEL = `, and the message for it.
+# Texts after `MODEL = `, each with its message.
 VALUES = {
   '/models/qwen': '`/models/qwen` is not a value: write `MODEL = '
   '"/models/qwen"`.',

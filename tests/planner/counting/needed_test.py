@@ -102,7 +102,7 @@ def test_a_loop_does_not_collect_what_nothing_reads():
   assert alone.matmul == both.matmul == {'float32': length * rows * SIDE**2 * 2}
   assert alone.bytes_alive < 4 * one
   assert both.bytes_out == one * (1 + length)
-  # What a jitted function returns and its caller drops is as dead.
+  # An output of a jitted function that its caller drops counts as dead too.
   inner = jax.jit(functools.partial(run, read=True))
   dropped = count.work(lambda x, w: inner(x, w)[0], x, W)
   assert dropped.bytes_alive == alone.bytes_alive

@@ -144,7 +144,7 @@ def test_an_export_holds_one_array_at_a_time():
   assert (2 * arrays['a'] == arrays['a'] + arrays['a']).all()
   np.testing.assert_array_equal(jnp.asarray(arrays['c']), part('c', ...))
   assert len(made) == 1
-  # What is computed is not kept beside the array that is used.
+  # No computed array is kept beside the one that is used.
   gc.collect()
   live = len(jax.live_arrays())
   calls.clear()

@@ -160,7 +160,7 @@ def test_a_merged_export_holds_the_arrays_of_one_matrix(
     frozen = trained[base.FROZEN]
     own = lora.quantized(frozen[lora.PARAMS], settings)
     trained = trained | {base.FROZEN: frozen | {lora.PARAMS: own}}
-  # What one program makes of the whole model, as a checkpoint.
+  # The whole model, merged by one program, as a checkpoint.
   whole = jax.jit(lora.merge)(trained)
   huggingface.export(tmp_path / 'whole', whole, model[1])
   matrices, alive, most = {*lora.LETTERS.values()}, [], []

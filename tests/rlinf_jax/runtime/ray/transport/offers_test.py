@@ -136,7 +136,7 @@ def test_random_messages_obtain_nothing_and_stop_nothing(n, server):
   tickets = [offer(server) for _ in range(3)]
   where = [(server.host, server.port)]
   assert not any(fuzz.answers(where, n))
-  # Those that aborted the transport of JAX, which this one replaced.
+  # These messages abort the transport of JAX.
   for message in (bytes(4), bytes(4096), b'\xff' * 4):
     with socket.create_connection(where[0]) as one:
       with contextlib.suppress(OSError):  # It may be closed already.
