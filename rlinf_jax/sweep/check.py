@@ -56,7 +56,7 @@ def main():
   gin_files, tried = json.load(sys.stdin)
   for bindings in tried:
     try:
-      # What modules print as they are imported is not the error.
+      # Modules may print as they are imported: that is not the error.
       with contextlib.redirect_stdout(sys.stderr):
         config.parse(gin_files, bindings, '')
     except command_line.USER_ERRORS as error:

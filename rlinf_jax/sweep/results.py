@@ -129,7 +129,7 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
   """Prints the table of `mean_table`."""
   from rich import console, table, text
 
-  # Values of parameters are no markup, whatever brackets they have.
+  # As text: brackets in values of parameters would be read as markup.
   printed = table.Table(caption=CAPTION)
   for name in columns:
     printed.add_column(text.Text(name))
