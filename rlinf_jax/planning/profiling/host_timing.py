@@ -124,10 +124,10 @@ def _time(flow, node, seconds: float) -> float | None:
 
   The call with the most rows is repeated while there is time. Another process
   may keep the processor from a call of milliseconds for many times as long, and
-  so the fastest counts. A call before all of these is not timed.
+  so the fastest row counts, of all calls. A call before them is not timed.
 
   Returns:
-    Seconds of a row in that call; None if all inputs fail.
+    Seconds of a row in the call with the fastest; None if all inputs fail.
   """
   for most in MOST_TOKENS:
     rows, all_rows = node.stage.group_size, flow.rows_of(node)
@@ -139,13 +139,15 @@ def _time(flow, node, seconds: float) -> float | None:
     except Exception:  # noqa: BLE001
       continue
     end = time.monotonic() + seconds
-    took = [_call(flow, node, rows, most)]
-    while 2 * rows <= all_rows and time.monotonic() + 2 * min(took) < end:
-      rows *= 2
-      took = [_call(flow, node, rows, most)]
-    while len(took) < REPEATS and time.monotonic() + min(took) < end:
-      took.append(_call(flow, node, rows, most))
-    return min(took) / rows
+    fastest, repeats = _call(flow, node, rows, most) / rows, 1
+    while repeats < REPEATS:
+      following = 2 * rows if 2 * rows <= all_rows else rows
+      if time.monotonic() + following * fastest > end:
+        break
+      repeats = repeats + 1 if following == rows else 1
+      rows = following
+      fastest = min(fastest, _call(flow, node, rows, most) / rows)
+    return fastest
   return None
 
 
