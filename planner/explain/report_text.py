@@ -86,7 +86,7 @@ def shortage(data: Mapping[str, Any]) -> list[str]:
 
 def slack(data: Mapping[str, Any]) -> str:
   """Lists how much longer each stage could take, the least slack first."""
-  step = data['seconds']
+  step, lines = data['seconds'], []
   known = [stage for stage in data['stages'] if stage['slack'] is not None]
   some = sorted(known, key=lambda stage: stage['slack'])
   tight = [s['name'] for s in some if s['slack'] < LITTLE * step]
@@ -95,13 +95,17 @@ def slack(data: Mapping[str, Any]) -> str:
     for s in some
     if s['slack'] >= LITTLE * step
   ]
-  if len(known) < len(data['stages']):
-    return 'Slack is not computed for all stages: time was up.'
-  if not loose:
+  unknown = [s['name'] for s in data['stages'] if s['slack'] is None]
+  if not loose and not unknown:
     return 'No stage has slack.'
-  text = f'Stages without slack: {", ".join(tight)}.' if tight else ''
-  text += f' Slack before a step takes longer: {", ".join(loose)}.'
-  return text.strip()
+  if tight:
+    lines.append(f'Stages without slack: {", ".join(tight)}.')
+  if loose:
+    lines.append(f'Slack before a step takes longer: {", ".join(loose)}.')
+  if unknown:
+    names = ', '.join(unknown) if known else 'all stages'
+    lines.append(f'Time was up before the slack of {names} was computed.')
+  return ' '.join(lines)
 
 
 def sensitivity(data: Mapping[str, Any]) -> list[str]:

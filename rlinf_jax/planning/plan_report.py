@@ -39,6 +39,7 @@ from rlinf_jax.planning.compiled import topology as topology_lib
 from rlinf_jax.planning.profiling import host_timing
 from rlinf_jax.report import plan_page
 from rlinf_jax.runtime import flows as flows_lib
+from rlinf_jax.system import whole_file
 from sharding import rules
 
 TOO_LARGE = 'Plans that do not fit in memory, as it is modeled or compiled:'
@@ -108,7 +109,7 @@ def report_plan(
   lines += [_attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)
   compiled = None
-  if compile_for:
+  if compile_for and result.best:
     left = deadline.left
     result, ranked, others, compiled = _compile(
       flow, model, result, ranked, others, compile_for, print_text, staleness
@@ -123,13 +124,13 @@ def report_plan(
   data = plan_data.plan_data(flow, model, result, deadline=deadline, **kwargs)
   data |= {'compiled': compiled} if compiled else {}
   data |= {'answers_measured': waits} if waits else {}
+  data |= {'evaluations': notice} if notice else {}
   lines += [_turns(result), _colocated(result.space)]
   if result.best is None:
     data['shortage'] = {} if compiled else _shortage(flow, model, result)
     lines += [_no_plan(data)]
   else:
     lines += _fastest(flow, model, result, staleness, data)
-    lines += [notice]
     cost = cost_table.CostTable(model, chosen)
     chosen = passes.with_order(flows[0], chosen, cost)
     data['plan'] = json.loads(chosen.to_json())
@@ -138,9 +139,9 @@ def report_plan(
   lines += report_text.shortage(data)
   print_text('\n'.join(line for line in lines if line is not None))
   if output:
-    pathlib.Path(output).write_text(json.dumps(data, indent=2))
+    whole_file.write_text(output, json.dumps(data, indent=2))
   if page:
-    pathlib.Path(page).write_text(plan_page.text(data), encoding='utf-8')
+    whole_file.write_text(page, plan_page.text(data))
   return result
 
 
@@ -260,6 +261,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   return [
     f'{which} takes {formatting.digits(result.seconds)} s a step. '
     f'{report_text.known(data["known"])}',
+    data.get('evaluations'),
     *report_text.guess(data),
     overview.places(best.flow, result.best),
     '',

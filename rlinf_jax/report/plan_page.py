@@ -106,7 +106,8 @@ def _summary(data) -> str:
     return 'No plan was found before the search was stopped; there may be one.'
   known = report_text.known(data['known'])
   tools = [data.get('answers'), data.get('answers_measured')]
-  lines = [data['bottleneck'], *tools, known, *report_text.guess(data)]
+  lines = [data.get('evaluations'), data['bottleneck'], *tools, known]
+  lines += report_text.guess(data)
   return ' '.join(filter(None, lines))
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from planner.explain import slack
+from planner.explain import report_text, slack
 from planner.ir import plan
 from planner.lower import passes
 from planner.simulation import evaluate_plan, simulate
@@ -69,3 +69,18 @@ def test_with_overlapping_steps_only_the_slowest_stage_has_no_slack():
   )
   assert result.seconds == pytest.approx(3)
   assert slack.slack(result) == pytest.approx({'a': 2, 'b': 0})
+
+
+def test_slack_that_is_known_is_told_when_time_is_up():
+  def told(**slacks):
+    stages = [{'name': name, 'slack': x} for name, x in slacks.items()]
+    return report_text.slack({'seconds': 7.0, 'stages': stages})
+
+  assert told(a=0.0, b=0.0) == 'No stage has slack.'
+  assert told(a=0.0, c=3.0, d=None) == (
+    'Stages without slack: a. Slack before a step takes longer: c 3 s. Time '
+    'was up before the slack of d was computed.'
+  )
+  assert told(a=None, b=None) == (
+    'Time was up before the slack of all stages was computed.'
+  )

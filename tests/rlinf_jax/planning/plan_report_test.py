@@ -16,6 +16,7 @@ from planner.search import deadline as deadline_lib
 from planner.search import exact
 from planner.search.plans import space as space_lib
 from rlinf_jax.planning import plan_report, searches
+from rlinf_jax.planning.compiled import topology
 from rlinf_jax.report import plan_page
 from rlinf_jax.report.html import terms
 from rlinf_jax.runtime import programs
@@ -52,7 +53,7 @@ def flow():
   return flows()[0]
 
 
-def reported(tmp_path, lengths=None, seconds=60.0, **kwargs):
+def reported(tmp_path, lengths=None, seconds=60.0, compile_for=None, **kwargs):
   printed = []
   file = tmp_path / 'plan.json'
   own = plan_lib.parse({}, flow().stages)
@@ -63,6 +64,7 @@ def reported(tmp_path, lengths=None, seconds=60.0, **kwargs):
     cluster=cluster(**kwargs),
     lengths=lengths,
     seconds=seconds,
+    compile_for=compile_for,
     output=file,
     page=tmp_path / 'plan.html',
     print_text=printed.append,
@@ -270,13 +272,28 @@ def test_a_search_without_time_proves_nothing(tmp_path):
   assert 'no plan was found, and nothing is proved' in shown
 
 
+def test_a_compiler_that_was_given_no_plan_refuses_none(tmp_path):
+  _, printed, data = reported(
+    tmp_path, memory=1e4, seconds=0.0, compile_for=topology.parse('cpu:2')
+  )
+  assert 'compiled' not in data and 'The compiler refused' not in printed
+  assert 'it is not proved that there is none' in printed
+
+
 def test_a_search_without_time_still_reports_a_plan(tmp_path):
   found, printed, data = reported(tmp_path, seconds=0.0)
   assert found.simulated == 1 and found.gap == 1
   assert data['plan']['places'] and data['seconds'] == found.seconds
   assert 'time was up before anything was proved: --plan_seconds' in printed
   assert f'The fastest plan takes {found.seconds:.3g} s a step' not in printed
-  assert f'This plan takes {found.seconds:.3g} s a step' in printed
+  takes = f'This plan takes {found.seconds:.3g} s a step'
+  assert takes in printed
+  # The sentence on evaluations is beside the seconds, and on the page.
+  evaluations = 'Time was up before the memory of evaluations was known.'
+  assert evaluations in printed.partition(takes)[2].splitlines()[1]
+  assert evaluations == data['evaluations']
+  shown = ' '.join(Reader((tmp_path / 'plan.html').read_text()).words)
+  assert evaluations in shown
 
 
 @pytest.mark.parametrize('devices, unit', [(2, 1), (8, 2)])
