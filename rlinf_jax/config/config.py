@@ -40,6 +40,7 @@ GIN_BINDINGS = flags.DEFINE_multi_string(
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'The run folder.')
 
+SCOPE = '# Parameters are read in the scope'  # Begins a line of a saved file.
 _WORKDIR = 'WORKDIR/gin.macro.value'
 # Selectors of functions all of whose bindings `call` has read.
 _read_entirely: set[str] = set()
@@ -170,8 +171,14 @@ def text() -> str:
 
 
 def save(path: str | os.PathLike) -> None:
-  """Writes all bindings to a gin file."""
-  whole_file.write_text(path, text())
+  """Writes all bindings to a gin file.
+
+  A function that gin calls in a scope, such as the training of an initial
+  policy, names the scope in the first line.
+  """
+  scope = gin.current_scope_str()
+  first = f'{SCOPE} {scope}\n\n' if scope else ''
+  whole_file.write_text(path, first + text())
 
 
 def save_operative(path: str | os.PathLike) -> None:

@@ -17,7 +17,7 @@ import re
 import numpy as np
 
 from rlinf_jax import command_line
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import config, config_errors
 from rlinf_jax.report import compare, predicted, summary
 from rlinf_jax.report.html import (
   charts,
@@ -83,7 +83,11 @@ def _workflow(run: run_folder.Run) -> str:
   text = ''
   if path.exists():
     text = path.read_text(encoding='utf-8', errors='replace')
-  match = re.search(r'^\S*train\.workflow\s*=\s*@([\w./]+)', text, re.MULTILINE)
+  scope = re.match(f'{config.SCOPE} (.+)', text)
+  start = f'{re.escape(scope[1])}/' if scope else ''
+  match = re.search(
+    rf'^{start}\S*train\.workflow\s*=\s*@([\w./]+)', text, re.MULTILINE
+  )
   return re.split(r'[./]', match[1])[-1] if match else ''
 
 

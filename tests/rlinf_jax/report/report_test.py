@@ -5,9 +5,11 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
+import gin
 import pytest
 
 import fake_run
+from rlinf_jax.config import config
 from rlinf_jax.report import report
 from rlinf_jax.report.html import charts, samples_html
 from rlinf_jax.run_files import writers
@@ -236,6 +238,27 @@ def test_the_headline_of_a_supervised_run_is_its_loss(tmp_path):
   page = report.write(folder).read_text(encoding='utf-8')
   assert 'Loss fell from' in page
   assert page.count('<h3>Loss</h3>') == 1
+
+
+@pytest.mark.parametrize(
+  ('scope', 'name'), [(None, 'grpo'), ('imitate', 'sft')]
+)
+def test_the_workflow_of_a_warm_up_is_its_own(scope, name, tmp_path):
+  """Its config.gin holds the bindings of the run that it is for, too."""
+  folder = fake_run.make_warm_up(tmp_path / 'warm_start')
+  recipe = tmp_path / 'recipe.gin'
+  recipe.write_text(
+    'from __gin__ import dynamic_registration\n'
+    'from rlinf_jax import train\n'
+    'from stages import workflows\n'
+    'train.train.workflow = @workflows.grpo()\n'
+    'imitate/train.train.workflow = @workflows.sft()\n'
+  )
+  config.parse([str(recipe)], [], str(folder))
+  with gin.config_scope(scope):
+    config.save(folder / 'config.gin')
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert f'<span>{name}</span>' in page
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path):
