@@ -32,3 +32,12 @@ def read(parameter: str) -> dict[str, Any]:
     if isinstance(value, int | float | str | None):
       found[name] = value
   return found
+
+
+def read_numbers(parameter: str) -> dict[str, int | float]:
+  """As `read`, of numbers alone."""
+  return {
+    name: value
+    for name, value in read(parameter).items()
+    if isinstance(value, int | float)
+  }

@@ -13,6 +13,7 @@ from stages import remat as remat_lib
 
 ACTIVATIONS, BETWEEN = 'activations', 'values between stages'
 CACHE = 'keys and values of active rows'
+REFERENCE = 'ref_logp'  # The stage of the KL term.
 # These settings of a model's remat leave nothing to choose or to save.
 SAVING = (remat_lib.AUTO, 'nothing_saveable')
 
@@ -74,11 +75,11 @@ def _remedies(flow, model, chosen, place, stage, parts, short) -> Iterator[str]:
     yield from _micro_batch(flow, model, chosen, place, nodes[0], short)
   if activations + parts.get(BETWEEN, 0.0) >= short:
     for parameter in ('batch_size', 'response_length'):
-      for name, value in config_values.read(parameter).items():
+      for name, value in config_values.read_numbers(parameter).items():
         yield f'{name} below {value} makes activations and batches smaller.'
   yield from _reference(flow, model, chosen, place, short)
   if sum(parts.values()) >= 2 * short:
-    for name, value in config_values.read('num_devices').items():
+    for name, value in config_values.read_numbers('num_devices').items():
       yield f'{name} above {value} shares memory among more devices.'
 
 
@@ -88,8 +89,8 @@ def _packing(flow, model, chosen, place, node, parts, short) -> Iterator[str]:
   A device computes one packed row at a time, and otherwise all rows of its
   micro-batch, or at least a group of them.
   """
-  prompts = config_values.read('prompt_length').values()
-  lengths = config_values.read('response_length').values()
+  prompts = config_values.read_numbers('prompt_length').values()
+  lengths = config_values.read_numbers('response_length').values()
   if not prompts or not lengths or node.stage.grain != 'sum':
     return
   tokens = max(prompts) + max(lengths)
@@ -152,13 +153,14 @@ def _micro_batch(flow, model, chosen, place, node, short) -> Iterator[str]:
 
 def _reference(flow, model, chosen, place, short) -> Iterator[str]:
   """Yields the weight of the KL term, without which no reference is kept."""
-  constant = {start for start, end in flow.carry if start == end}
-  here = {
+  if chosen.stages.get(REFERENCE) != place:
+    return
+  here = [
     v
-    for node in flow.nodes
-    if chosen.stages.get(node.name) == place
-    for v in constant.intersection(node.reads)
-  }
+    for v in flow.constants
+    # Frozen weights beside an adapter are read by other stages, too.
+    if {flow.nodes[i].name for i in flow.readers.get(v, ())} == {REFERENCE}
+  ]
   axes = chosen.places[place].axes
   kept = sum(model.layout.local(flow.values[v], axes) for v in here)
   for name, value in config_values.read('kl_coef').items():

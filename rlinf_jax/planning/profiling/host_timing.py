@@ -120,6 +120,17 @@ def _is_key(dtype) -> bool:
 
 
 def _time(flow, node, seconds: float) -> float | None:
+  """Returns the seconds of a row of a stage; None if it fails on all tokens."""
+  for most in MOST_TOKENS:
+    try:
+      return _fastest_row(flow, node, seconds, most)
+    # A verifier is foreign code, which may raise anything, on any row.
+    except Exception:  # noqa: BLE001
+      continue
+  return None
+
+
+def _fastest_row(flow, node, seconds: float, most: int) -> float:
   """Times a stage on a group, then on twice as many rows while there is time.
 
   The call with the most rows is repeated while there is time. Another process
@@ -127,28 +138,22 @@ def _time(flow, node, seconds: float) -> float | None:
   so the fastest row counts, of all calls. A call before them is not timed.
 
   Returns:
-    Seconds of a row in the call with the fastest; None if all inputs fail.
+    Seconds of a row in the call with the fastest.
   """
-  for most in MOST_TOKENS:
-    rows, all_rows = node.stage.group_size, flow.rows_of(node)
-    try:
-      # It may import, or start processes, each for a row of its own.
-      groups = -(-pool.default_processes() // rows)
-      _call(flow, node, min(groups * rows, all_rows), most)
-    # A verifier is foreign code, which may raise anything.
-    except Exception:  # noqa: BLE001
-      continue
-    end = time.monotonic() + seconds
-    fastest, repeats = _call(flow, node, rows, most) / rows, 1
-    while repeats < REPEATS:
-      following = 2 * rows if 2 * rows <= all_rows else rows
-      if time.monotonic() + following * fastest > end:
-        break
-      repeats = repeats + 1 if following == rows else 1
-      rows = following
-      fastest = min(fastest, _call(flow, node, rows, most) / rows)
-    return fastest
-  return None
+  rows, all_rows = node.stage.group_size, flow.rows_of(node)
+  # It may import, or start processes, each for a row of its own.
+  groups = -(-pool.default_processes() // rows)
+  _call(flow, node, min(groups * rows, all_rows), most)
+  end = time.monotonic() + seconds
+  fastest, repeats = _call(flow, node, rows, most) / rows, 1
+  while repeats < REPEATS:
+    following = 2 * rows if 2 * rows <= all_rows else rows
+    if time.monotonic() + following * fastest > end:
+      break
+    repeats = repeats + 1 if following == rows else 1
+    rows = following
+    fastest = min(fastest, _call(flow, node, rows, most) / rows)
+  return fastest
 
 
 def _call(flow, node, rows: int, most: int) -> float:

@@ -65,6 +65,37 @@ def test_bindings_that_would_help_are_named_as_the_recipe_names_them(recipe):
   assert config_values.read('response_length') == {'LENGTH': 64}
 
 
+def test_a_length_that_a_recipe_leaves_open_is_no_number(recipe, monkeypatch):
+  plan = plan_lib.one_place(recipe.stages)
+  costs = model(recipe, 1e9)
+  costs.capacity = 0.998 * max(costs.memory(recipe, plan, 'all').values())
+  before = remedies.shortage(recipe, costs, plan)
+  read = config_values.read
+  left_open = {'source.prompt_length': None}
+  monkeypatch.setattr(
+    config_values, 'read', lambda name: read(name) | left_open
+  )
+  lacks, bindings = remedies.shortage(recipe, costs, plan)
+  assert lacks == before[0] and 'None' not in ' '.join(bindings)
+
+
+def test_frozen_weights_beside_an_adapter_are_no_reference(recipe, monkeypatch):
+  """The reference is what no other stage than that of the KL term reads."""
+  monkeypatch.setattr(config_values, 'read', lambda parameter: {'KL': 0.1})
+  (gradient,) = (node for node in recipe.nodes if node.name == 'gradient')
+  stage = dataclasses.replace(gradient.stage, name='ref_logp')
+  score = dataclasses.replace(gradient, stage=stage)
+  frozen = tuple((start, start) for start, _ in recipe.carry)
+  kept = {}
+  for others in (), (gradient,):
+    flow = dataclasses.replace(recipe, carry=frozen, nodes=(*others, score))
+    plan = plan_lib.one_place(flow.stages)
+    costs = model(recipe, 1e9)
+    kept[others] = list(remedies._reference(flow, costs, plan, 'all', 1.0))
+  assert kept[()][0].startswith('KL = 0 keeps no reference (')
+  assert not kept[gradient,]
+
+
 def test_bindings_that_save_too_little_are_left_out(recipe):
   plan = plan_lib.one_place(recipe.stages)
   _, bindings = remedies.shortage(recipe, model(recipe, 1e3), plan)
