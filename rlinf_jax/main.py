@@ -43,6 +43,12 @@ COMPILE = flags.DEFINE_bool(
   'For --plan_only: compile the plan for the topology of --cluster, whose '
   'devices need not be here, and refuse what the compiler refuses.',
 )
+COMPILE_RUNNERS_UP = flags.DEFINE_integer(
+  'compile_runners_up',
+  0,
+  'For --compile: compile so many of the next fastest plans, too.',
+  lower_bound=0,
+)
 PLAN_JSON = flags.DEFINE_string(
   'plan_json', None, 'For --plan_only: JSON file for the plan and why.'
 )
@@ -153,6 +159,7 @@ def plan_only():
       host_seconds=host_timing.parse(HOST_SECONDS.value),
       plan_seconds=PLAN_SECONDS.value,
       compile_for=compile_for,
+      compile_runners_up=COMPILE_RUNNERS_UP.value,
       output=PLAN_JSON.value,
       page=PLAN_HTML.value,
     )
@@ -213,6 +220,11 @@ def main(_):
       raise ValueError(
         '--compile compiles a plan for other devices and trains nothing: add '
         '--plan_only.'
+      )
+    if COMPILE_RUNNERS_UP.value and not COMPILE.value:
+      raise ValueError(
+        '--compile_runners_up names how many plans are compiled after the '
+        'fastest: add --compile.'
       )
     if EVAL_CHECKPOINT.value and not EVAL_ONLY.value:
       raise ValueError(

@@ -26,6 +26,7 @@ def plan_only(
   host_seconds: Mapping[str, float] = types.MappingProxyType({}),
   plan_seconds: ranges.NonNegativeFloat = 60.0,
   compile_for: topology_lib.Topology | None = None,
+  compile_runners_up: ranges.NonNegativeInt = 0,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
 ) -> result_lib.SearchResult:
@@ -46,6 +47,7 @@ def plan_only(
     plan_seconds: limit of the searches and of what the report adds to them, as
       `plan_report.report_plan` has it.
     compile_for: devices to compile the plan for, as `plan_report.report_plan`.
+    compile_runners_up: slower plans to compile, likewise.
     output: file for the plan and its explanation as JSON.
     page: file for the same as an HTML page.
 
@@ -65,6 +67,7 @@ def plan_only(
     host_seconds=host_seconds,
     seconds=plan_seconds,
     compile_for=compile_for,
+    compile_runners_up=compile_runners_up,
     output=output,
     page=page,
   )

@@ -57,6 +57,7 @@ def report_plan(
   host_seconds: Mapping[str, float] = types.MappingProxyType({}),
   seconds: float = 60.0,
   compile_for: topology_lib.Topology | None = None,
+  compile_runners_up: int = 0,
   output: str | os.PathLike | None = None,
   page: str | os.PathLike | None = None,
   print_text: Callable[[str], None] = print,
@@ -82,6 +83,8 @@ def report_plan(
     compile_for: the devices that plans are compiled for, after
       `topology.prepare`, until the compiler accepts one; None to compile
       nothing.
+    compile_runners_up: slower plans to compile, too, until the compiler has
+      accepted so many.
     output: a file for the report as JSON.
     page: a file for the report as a page of HTML, with charts.
     print_text: prints the report.
@@ -112,7 +115,15 @@ def report_plan(
   if compile_for and result.best:
     left = deadline.left
     result, ranked, others, compiled = _compile(
-      flow, model, result, ranked, others, compile_for, print_text, staleness
+      flow,
+      model,
+      result,
+      ranked,
+      others,
+      compile_for,
+      compile_runners_up,
+      print_text,
+      staleness,
     )
     deadline = deadline_lib.Deadline(left)
   chosen, notice = result.best, None
@@ -153,9 +164,12 @@ def _attention(flow, cluster) -> str | None:
 
 
 def _compile(
-  flow, model, result, ranked, others, topology, print_text, staleness
+  flow, model, result, ranked, others, topology, count, print_text, staleness
 ):
-  """Compiles plans until one is accepted, and drops those that are refused."""
+  """Compiles plans until one is accepted, then `count` of those that follow.
+
+  Those that are refused are dropped.
+  """
   compiler = plan_compiler.PlanCompiler(
     flow, model, topology_lib.devices(topology), print_text
   )
@@ -167,12 +181,24 @@ def _compile(
       flow, model, result, plan, stage, staleness
     ),
   )
+  choice = plan_compiler.with_runners_up(compiler, choice, count)
   refused = [plan for plan, _ in choice.refused]
+  refused += [plan for plan, _, found in choice.runners_up if found.refusal]
   others = {title: p for title, p in others.items() if p not in refused}
   compiled = compiled_report.to_data(
-    choice.compiled or plan_compiler.CompiledPlan([]), topology, choice.refused
+    choice.compiled or plan_compiler.CompiledPlan([]),
+    topology,
+    choice.refused,
+    [
+      (_slower(flow, plan, seconds / choice.result.seconds), found)
+      for plan, seconds, found in choice.runners_up
+    ],
   )
   return choice.result, choice.ranked, others, compiled
+
+
+def _slower(flow, plan, ratio: float) -> str:
+  return f'{100 * (ratio - 1):+.1f} %  {overview.one_line(flow, plan)}'
 
 
 def read_lengths(file: str | os.PathLike) -> list[int]:

@@ -258,13 +258,16 @@ class Choice(NamedTuple):
     result: the search, with that plan as its best.
     ranked: the plans that were not refused, and their seconds.
     compiled: its stages; None if every plan was refused.
-    refused: plans that the compiler refused, and why.
+    refused: faster plans that the compiler refused, and why.
+    runners_up: slower plans that were compiled, too, with their seconds; a
+      refused one is not ranked.
   """
 
   result: result_lib.SearchResult
   ranked: list[tuple[plan_lib.Plan, float]]
   compiled: CompiledPlan | None
   refused: list[tuple[plan_lib.Plan, str]]
+  runners_up: Sequence[tuple[plan_lib.Plan, float, CompiledPlan]] = ()
 
 
 def first_accepted(
@@ -318,3 +321,35 @@ def first_accepted(
     infeasible=[*refused, *result.infeasible],
   )
   return Choice(chosen, [], None, refused)
+
+
+def with_runners_up(
+  compiler: PlanCompiler, choice: Choice, count: int
+) -> Choice:
+  """Compiles the plans that follow the fastest, until `count` are accepted.
+
+  Those that are refused are no longer ranked.
+
+  Args:
+    compiler: of the flow that was searched.
+    choice: the fastest plan that was accepted.
+    count: plans to accept, if there are so many.
+  """
+  compiled, refused, left = [], [], count
+  for plan, seconds in choice.ranked[1:]:
+    if not left:
+      break
+    found = compiler.compile(plan)
+    compiled.append((plan, seconds, found))
+    if found.refusal is None:
+      left -= 1
+    else:
+      compiler.report(f'Refused: {found.refusal}')
+      refused.append((plan, found.refusal))
+  plans = [plan for plan, _ in refused]
+  ranked = [pair for pair in choice.ranked if pair[0] not in plans]
+  infeasible = [*choice.result.infeasible, *refused]
+  result = dataclasses.replace(
+    choice.result, ranked=ranked, infeasible=infeasible
+  )
+  return choice._replace(result=result, ranked=ranked, runners_up=compiled)

@@ -32,8 +32,16 @@ def to_data(
   compiled: plan_compiler.CompiledPlan,
   topology: topology_lib.Topology,
   refused: Sequence[tuple[Any, str]] = (),
+  runners_up: Sequence[tuple[str, plan_compiler.CompiledPlan]] = (),
 ) -> dict[str, Any]:
-  """Returns what the compiler says of a plan, as data for JSON."""
+  """Returns what the compiler says of a plan, as data for JSON.
+
+  Args:
+    compiled: the plan.
+    topology: the devices.
+    refused: faster plans that the compiler refused, and why.
+    runners_up: slower plans that were compiled, too, each after its summary.
+  """
   stages = [_stage(stage) for stage in compiled.stages]
   largest = max((stage['memory']['needed'] for stage in stages), default=0)
   return {
@@ -47,6 +55,14 @@ def to_data(
       for line in _notes(stage)
     ],
     'refused': [words for _, words in refused],
+    'runners_up': [
+      {
+        'summary': summary,
+        'refusal': found.refusal,
+        'stages': [_stage(stage) for stage in found.stages],
+      }
+      for summary, found in runners_up
+    ],
   }
 
 
@@ -91,15 +107,6 @@ def text(data: Mapping[str, Any] | None) -> list[str]:
   """Formats the data of `to_data` as lines; none if nothing was compiled."""
   if not data:
     return []
-  table = [COLUMNS, *(row(stage) for stage in data['stages'])]
-  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-  lines = [
-    '  '.join(
-      word.ljust(n) if i < LEFT else word.rjust(n)
-      for i, (word, n) in enumerate(zip(cells, widths, strict=True))
-    ).rstrip()
-    for cells in table
-  ]
   head = (
     f'Compiled for {data["topology"]}; of each device and call, tagged '
     f'{data["tag"]} beside the modeled numbers:'
@@ -107,7 +114,27 @@ def text(data: Mapping[str, Any] | None) -> list[str]:
   refused = [
     f'The compiler refused a faster plan: {words}' for words in data['refused']
   ]
-  return [*refused, head, *lines, *data['notes'], '']
+  lines = [*refused, head, *_table(data['stages']), *data['notes'], '']
+  for other in data['runners_up']:
+    if other['refusal']:
+      lines += [f'A slower plan was refused: {other["refusal"]}', '']
+    else:
+      lines += [f'A slower plan, compiled: {other["summary"]}']
+      lines += [*_table(other['stages']), '']
+  return lines
+
+
+def _table(stages: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Returns a line of titles, and one for each stage."""
+  table = [COLUMNS, *map(row, stages)]
+  widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+  return [
+    '  '.join(
+      word.ljust(n) if i < LEFT else word.rjust(n)
+      for i, (word, n) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()
+    for cells in table
+  ]
 
 
 def row(stage: Mapping[str, Any]) -> list[str]:

@@ -10,13 +10,6 @@ from rlinf_jax.report.html import page
 
 def section(data: Mapping[str, Any]) -> str:
   """A table of compiled stages, from the field 'compiled' of a plan's data."""
-  rows = ''.join(_row(stage) for stage in data['stages'])
-  table = (
-    '<table><tr><th>stage</th><th>arguments</th><th>temporary</th>'
-    '<th>needed</th><th>others</th><th>total</th><th>modeled</th>'
-    '<th>matrix FLOPs</th><th>modeled</th><th>sent</th><th>modeled</th>'
-    f'<th></th></tr>{rows}</table>'
-  )
   items = ''.join(f'<li>{html.escape(line)}</li>' for line in data['notes'])
   return (
     f'<h2>Compiled for {html.escape(data["topology"])}</h2><div class="grid">'
@@ -24,11 +17,31 @@ def section(data: Mapping[str, Any]) -> str:
       'Stages as compiled',
       'of one device and one call; others are bytes of values that lie on the '
       'device meanwhile',
-      f'{table}<ul class="list">{items}</ul>',
+      f'{_table(data["stages"])}<ul class="list">{items}</ul>',
       '',
       'whole',
     )
+    + ''.join(map(_runner_up, data['runners_up']))
     + '</div>'
+  )
+
+
+def _runner_up(data: Mapping[str, Any]) -> str:
+  summary = html.escape(data['summary'])
+  if data['refusal']:
+    refusal = f'<p>{html.escape(data["refusal"])}</p>'
+    return page.card('A slower plan, refused', summary, refusal, '', 'whole')
+  table = _table(data['stages'])
+  return page.card('A slower plan, as compiled', summary, table, '', 'whole')
+
+
+def _table(stages) -> str:
+  rows = ''.join(map(_row, stages))
+  return (
+    '<table><tr><th>stage</th><th>arguments</th><th>temporary</th>'
+    '<th>needed</th><th>others</th><th>total</th><th>modeled</th>'
+    '<th>matrix FLOPs</th><th>modeled</th><th>sent</th><th>modeled</th>'
+    f'<th></th></tr>{rows}</table>'
   )
 
 

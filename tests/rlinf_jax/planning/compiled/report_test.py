@@ -11,7 +11,7 @@ from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import topology as topology_lib
 
 
-def reported(folder):
+def reported(folder, runners_up=0):
   device = cluster_lib.Device('toy', {'float32': 1e10}, 1e9, 1e6, 1e10, 5e9)
   link = cluster_lib.Link(1e-5, 1e10)
   lines = []
@@ -21,6 +21,7 @@ def reported(folder):
     own=None,
     cluster=cluster_lib.Cluster(device, 2, 2, link, link),
     compile_for=topology_lib.parse('cpu:2'),
+    compile_runners_up=runners_up,
     output=folder / 'plan.json',
     page=folder / 'plan.html',
     print_text=lines.append,
@@ -61,6 +62,36 @@ def test_a_plan_that_the_compiler_refuses_is_listed_and_the_next_one_chosen(
   assert data['infeasible'][0]['reason'] == 'Ran out of memory: 2 of 1 GB.'
   assert 'The compiler refused a faster plan: Ran out of memory' in text
   assert 'Ran out of memory: 2 of 1 GB.' in page
+
+
+def test_plans_after_the_fastest_are_compiled_if_asked_for(
+  tmp_path, monkeypatch
+):
+  """A refused one is no longer ranked, and the next one is compiled."""
+  first, _, data, _ = reported(tmp_path)
+  assert data['compiled']['runners_up'] == []
+  second = first.ranked[1][0]
+  compile = plan_compiler.PlanCompiler.compile
+
+  def refuse_second(self, plan):
+    if plan == second:
+      return plan_compiler.CompiledPlan([], 'Ran out of <memory>.')
+    return compile(self, plan)
+
+  monkeypatch.setattr(plan_compiler.PlanCompiler, 'compile', refuse_second)
+  found, text, data, page = reported(tmp_path, runners_up=1)
+  assert found.best == first.best
+  assert second not in [plan for plan, _ in found.ranked]
+  assert (second, 'Ran out of <memory>.') in found.infeasible
+  refused, accepted = data['compiled']['runners_up']
+  assert refused['refusal'] == 'Ran out of <memory>.' and not refused['stages']
+  assert accepted['refusal'] is None
+  assert [s['name'] for s in accepted['stages']] == ['gradient', 'apply']
+  assert not data['compiled']['refused']
+  assert 'A slower plan was refused: Ran out of <memory>.' in text
+  assert f'A slower plan, compiled: {accepted["summary"]}' in text
+  assert 'A slower plan, refused' in page and 'of &lt;memory&gt;.' in page
+  assert 'A slower plan, as compiled' in page
 
 
 def test_a_cluster_without_a_plan_that_compiles_says_why(tmp_path, monkeypatch):
