@@ -5,7 +5,9 @@
 The lengths of completions have a long tail, see `long_tail`. Each way decodes
 the same rows with as many at once: static batches one after the other, slots
 in one loop, and vLLM with its own scheduler, whose rows are given the lengths
-that the others have drawn. They alternate; the first round compiles.
+that the others have drawn. With --one_array, static batches also keep all
+columns in one array, which every token reads in full. They alternate; the first
+round compiles.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import json
 import pathlib
 import tempfile
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +25,7 @@ import numpy as np
 from experiments.generation import long_tail
 from stages import base
 from stages.language import huggingface, language_model
+from stages.language.decoding import parts
 
 
 def static_batches(act, params, prompt, key_B, slots: int):
@@ -44,13 +48,20 @@ def ways(args, config, params, prompt, key_B):
     policy = language_model.policy(config, slots=slots, **settings)
     return jax.jit(functools.partial(policy.act, group_size=args.group_size))
 
-  slotted, static = act(args.slots), act()
-  return {
-    'static batches': lambda: static_batches(
-      static, params, prompt, key_B, args.slots
-    ),
+  def static(act):
+    return static_batches(act, params, prompt, key_B, args.slots)
+
+  def whole():
+    columns = functools.partial(parts.part_columns, max_parts=1)
+    with mock.patch.object(parts, 'part_columns', columns):
+      return static(of_one_array)
+
+  slotted, of_parts, of_one_array = act(args.slots), act(), act()
+  run = {
+    'static batches': lambda: static(of_parts),
     'slots': lambda: slotted(params, prompt, key_B),
   }
+  return run | ({'one array': whole} if args.one_array else {})
 
 
 def vllm_way(args, config, params, prompt, length_B):
@@ -96,6 +107,7 @@ def parse():
   parser.add_argument('--median', type=float, default=12)
   parser.add_argument('--length', type=int, default=256)
   parser.add_argument('--rounds', type=int, default=5)
+  parser.add_argument('--one_array', action='store_true')
   parser.add_argument('--vllm', action='store_true')
   parser.add_argument('--json', help='file to write the numbers to')
   return parser.parse_args()
@@ -108,8 +120,8 @@ def main():
   prompt = long_tail.prompts(config, args.groups, args.group_size, args.prompt)
   key_B = jax.random.split(jax.random.key(0), args.groups * args.group_size)
   run = ways(args, config, params, prompt, key_B)
-  got, want = (run[name]() for name in ('slots', 'static batches'))
-  apart = same(got, want)
+  want = run['static batches']()
+  apart = max(same(run[name](), want) for name in run)
   length_B = np.asarray(want.mask.sum(1)).astype(int)
   if args.vllm:
     run['vLLM'] = vllm_way(args, config, params, prompt, length_B)
