@@ -9,9 +9,10 @@ transposed. Elsewhere they are interpreted, which is slow: tests do so.
 
 import contextlib
 import math
+import warnings
 
+import jax
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.gpu import decode_attention
 from jax.experimental.pallas.ops.tpu import paged_attention
 import jax.numpy as jnp
 
@@ -19,6 +20,14 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 from stages import kernels
 from stages.models import transformer
+
+try:
+  with warnings.catch_warnings():
+    # JAX 0.12 calls it deprecated, and has no other for one query a row.
+    warnings.simplefilter('ignore', DeprecationWarning)
+    from jax.experimental.pallas.ops.gpu import decode_attention
+except ImportError:  # In a later JAX.
+  decode_attention = None
 
 BLOCK = 128  # Columns that a program reads at once.
 SPLITS = 16  # Most programs that share the columns of a row.
@@ -45,6 +54,8 @@ def obstacle(
     # values to bfloat16.
     return f'it computes in {config.dtype}, and the kernel in bfloat16'
   if kernel == kernels.DECODE_ATTENTION:
+    if decode_attention is None:
+      return f'JAX {jax.__version__} no longer has it'
     if config.score_softcap is not None:
       return 'scores have a soft cap'
     if is_here and config.W not in WIDTHS:

@@ -220,6 +220,15 @@ def test_a_kernel_is_refused_where_it_cannot_work(
   assert why in choice.why
 
 
+def test_a_later_jax_may_lack_the_kernel(monkeypatch):
+  monkeypatch.setattr(decode_kernels, 'decode_attention', None)
+  config = dataclasses.replace(CONFIG, W=128, **BF16)
+  with jax.sharding.use_abstract_mesh(mesh_lib.abstract({}, 'gpu')):
+    choice = slot_cache.choose_kernel(config, C, False)
+  assert choice.name == kernels.WHOLE
+  assert choice.why.endswith(f'JAX {jax.__version__} no longer has it')
+
+
 @pytest.mark.parametrize('platform', ['gpu', 'tpu'])
 def test_the_hardware_has_its_kernel(platform):
   config = dataclasses.replace(CONFIG, W=128, dtype='bfloat16')
