@@ -91,7 +91,7 @@ def literal(value: str) -> str:
     return value
   try:
     ast.literal_eval(value)
-  except (SyntaxError, ValueError):
+  except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
     return repr(value)
   return value
 

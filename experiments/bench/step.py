@@ -66,7 +66,7 @@ def bench(
   )
   runtime.compile('step')  # While the parameters are initialized.
   runtime.start(state_readers.FirstState(functools.partial(workflow.init, key)))
-  wall, cpu, spans, tokens = [], [], [], 0.0
+  wall, cpu, spans, tokens = [], [], [], []
   for i in range(warmup + steps):
     before = time.perf_counter(), time.process_time()
     info = jax.device_get(runtime.step(batch, jax.random.fold_in(key, i)))
@@ -79,9 +79,10 @@ def bench(
     wall.append(after[0] - before[0])
     cpu.append(after[1] - before[1])
     spans.append(runtime.timeline.take())
-    tokens = metrics.read(info)[0]['rollout/tokens']
+    tokens.append(metrics.read(info)[0]['rollout/tokens'])
   print(flow, '\n')
-  _report(wall[warmup:], cpu[warmup:], spans[warmup:], tokens, first)
+  runtime.close()
+  _report(*(x[warmup:] for x in (wall, cpu, spans, tokens)), first)
 
 
 def _report(wall, cpu, spans, tokens, first):
@@ -108,7 +109,7 @@ def _report(wall, cpu, spans, tokens, first):
     'cpu_seconds_per_step': used,
     'wall_seconds_per_step': seconds,
     **first,
-    'tokens_per_second': tokens / seconds,
+    'tokens_per_second': sum(tokens) / sum(wall),
     'peak_rss_mib': peak,
     'steps': len(wall),
     'stage_wall_seconds': {k: v[0] for k, v in by_stage.items()},

@@ -28,6 +28,10 @@ SECONDS = 15.0
 PATIENCE = 60.0  # Of a second search where the first found no plan at all.
 
 
+class NoPlanError(ValueError):
+  """No plan was found that fits in memory."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Prediction:
   """The predicted time of a step.
@@ -110,7 +114,7 @@ def search(step, evaluate, staleness, model) -> ChosenPlan:
   """Searches for the fastest plan that evaluations can run by, too.
 
   Raises:
-    ValueError: if no plan fits in memory.
+    NoPlanError: if no plan fits in memory, or none was found in time.
   """
 
   def evaluates(plan):
@@ -123,7 +127,7 @@ def search(step, evaluate, staleness, model) -> ChosenPlan:
     if result.best or result.proved:
       break
   if result.best is None:
-    raise ValueError(_refusal(step, evaluate, model, result))
+    raise NoPlanError(_refusal(step, evaluate, model, result))
   best, notice = evaluation_plan.fit(result.best, step, evaluate, model)
   prediction = predict_step(step, staleness, model, best)
   return ChosenPlan(best, model, prediction, result.gap, notice)

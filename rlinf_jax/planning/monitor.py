@@ -100,12 +100,16 @@ class PlanMonitor:
     model = old.model.with_measurements(old.model.measured.times(factors))
     step, evaluate = map(unroll.unroll, self._flows)
     current = autoplan.predict_step(step, self._staleness, model, old.plan)
-    best = autoplan.search(step, evaluate, self._staleness, model)
-    if best.prediction.step < GAIN * current.step:
-      self.chosen, self._first = best, True
-      return best
-    fastest = (1 - best.gap) * best.prediction.step
-    gap = max(0.0, 1 - fastest / current.step)
+    try:
+      best = autoplan.search(step, evaluate, self._staleness, model)
+    except autoplan.NoPlanError:
+      gap = 1.0  # The plan runs, although it does not fit as modeled.
+    else:
+      if best.prediction.step < GAIN * current.step:
+        self.chosen, self._first = best, True
+        return best
+      fastest = (1 - best.gap) * best.prediction.step
+      gap = max(0.0, 1 - fastest / current.step)
     self.chosen = autoplan.ChosenPlan(old.plan, model, current, gap)
     return None
 

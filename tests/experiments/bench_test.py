@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from experiments.bench import step
+from rlinf_jax.runtime import timeline
+
 ROOT = pathlib.Path(__file__).parents[2]
 
 
@@ -35,10 +38,17 @@ def test_the_bench_ends_in_one_line_of_json():
     check=True,
   )
   figures = json.loads(done.stdout.splitlines()[-1])
-  step = figures['wall_seconds_per_step']
+  seconds = figures['wall_seconds_per_step']
   # Exactly 8 tokens for each of 64 rows; stages fill the step, and no more.
-  assert figures['tokens_per_second'] == pytest.approx(512 / step)
-  assert 0 < sum(figures['stage_wall_seconds'].values()) <= 1.5 * step
-  assert figures['first_step_seconds'] > step
+  assert figures['tokens_per_second'] == pytest.approx(512 / seconds)
+  assert 0 < sum(figures['stage_wall_seconds'].values()) <= 1.5 * seconds
+  assert figures['first_step_seconds'] > seconds
   assert figures['cpu_seconds_per_step'] > 0 < figures['peak_rss_mib']
   assert 'generate' in figures['stage_cpu_seconds']
+
+
+def test_tokens_a_second_are_those_of_all_steps(capsys):
+  span = timeline.Span(1, 'all', 'run', 'generate', (1, 1), 0.0, 1.0, 0.5)
+  step._report([1.0, 3.0], [1.0, 3.0], [[span]] * 2, [100.0, 20.0], {})
+  figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+  assert figures['tokens_per_second'] == 30.0

@@ -22,6 +22,7 @@ from rlinf_jax import gin_flags
     ('{@a.b: @c}', '{@a.b: @c}'),
     ('{}', '{}'),
     ('{prompt}', "'{prompt}'"),
+    ('{{}}', "'{{}}'"),
     ('{prompt} Answer: one number.', "'{prompt} Answer: one number.'"),
     ('[@a.b(), @c]', '[@a.b(), @c]'),
   ],

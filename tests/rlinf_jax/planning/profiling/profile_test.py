@@ -1,7 +1,8 @@
+import dataclasses
 import functools
+import itertools
 import os
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -108,15 +109,41 @@ def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
   assert machine_profile.busy_devices() == min(len(jax.devices()), cores)
 
 
-def test_a_clock_tells_the_median_of_calls_at_once():
-  def asleep(seconds):
-    return lambda: time.sleep(seconds)
+class Clock(threading.local):
+  """A clock of each thread, which goes on by `spend` alone."""
+
+  now = 0.0
+
+  def spend(self, seconds):
+    self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+  """A clock that other work on the machine does not move."""
+  found = Clock()
+  by_it = functools.partial(call_timing.seconds, clock=lambda: found.now)
+  monkeypatch.setattr(call_timing, 'seconds', by_it)
+  return found
+
+
+def test_a_clock_tells_the_median_of_calls_at_once(clock):
+  def spent(seconds):
+    return lambda: clock.spend(seconds)
 
   one, two, both = call_timing.seconds(
-    [[asleep(0.06)], [asleep(0.12)], [asleep(0.06), asleep(0.12)]]
+    [[spent(0.06)], [spent(0.12)], [spent(0.06), spent(0.12)]]
   )
-  assert 0.06 <= one <= 0.105 and 0.12 <= two <= 0.18
-  assert 0.09 <= both <= 0.15  # At once: the mean of the two.
+  assert (one, two) == (pytest.approx(0.06), pytest.approx(0.12))
+  assert both == pytest.approx(0.09)  # At once: the mean of the two.
+
+
+def test_a_call_that_is_delayed_once_does_not_count(clock):
+  delays = [0.0, 5.0]
+  (found,) = call_timing.seconds(
+    [[lambda: clock.spend(0.01 + (delays.pop() if delays else 0.0))]]
+  )
+  assert found == pytest.approx(0.01)
 
 
 def toy_cluster(memory=4e9):
@@ -171,12 +198,11 @@ def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
 ROW = 0.01
 
 
-def _slow(x_BD):
-  time.sleep(ROW * len(x_BD))
+def _double(x_BD):
   return 2 * x_BD
 
 
-slow = stages.Stage(_slow, 'slow', host=True, out_shapes=lambda x: x)
+slow = stages.Stage(_double, 'slow', host=True, out_shapes=lambda x: x)
 total = stages.Stage(
   lambda x_BD: jnp.tanh(x_BD @ x_BD.T @ x_BD).sum(0),
   'total',
@@ -190,14 +216,15 @@ def keep(state, x_D):
   return {'x': state['x'] + x_D}
 
 
-def step(state, x_BD, key):
-  del key
-  return keep(state, total(slow(x_BD))), ()
+def slow_setting(fn=_double):
+  stage = dataclasses.replace(slow, fn=fn)
 
+  def step(state, x_BD, key):
+    del key
+    return keep(state, total(stage(x_BD))), ()
 
-def slow_setting(**kwargs):
   args = {'x': jnp.zeros(3)}, np.ones((16, 3), np.float32), jax.random.key(0)
-  return setting(step, args, **kwargs)
+  return setting(step, args)
 
 
 def _judge(scale):
@@ -208,7 +235,7 @@ def _judge(scale):
 
 
 @pytest.mark.parametrize(
-  'other', [lambda x: 2 * x, functools.partial(_slow), np.negative]
+  'other', [lambda x: 2 * x, functools.partial(_double), np.negative]
 )
 def test_a_host_stage_is_known_by_its_text_and_what_it_is_bound_to(other):
   def identity(fn):
@@ -220,29 +247,42 @@ def test_a_host_stage_is_known_by_its_text_and_what_it_is_bound_to(other):
   assert any('def test_a_host_stage' in some for some in identity(_judge(2).fn))
 
 
-def test_a_stage_takes_as_long_as_its_rows_say(tmp_path):
-  flow, read, model = slow_setting()
+def test_a_stage_takes_as_long_as_its_rows_say(tmp_path, clock):
+  def spend(x_BD):
+    clock.spend(ROW * len(x_BD))
+    return x_BD
+
+  flow, read, model = slow_setting(spend)
   found = stage_profile.measure(
     flow, read, model, profile_store.Store(tmp_path)
   )
   points = found.curves['slow', 1, ()].points
   assert len(points) == stage_profile.SIZES and points[-1][0] == 16
   for rows, seconds in points:
-    assert ROW * rows <= seconds <= 1.5 * ROW * rows + ROW
+    assert seconds == pytest.approx(ROW * rows)
 
 
-one_at_a_time = threading.Lock()
-
-
-def _locked(x_BD):
-  with one_at_a_time:
-    return _slow(x_BD)
-
-
-def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
+def test_calls_at_once_tell_how_devices_slow_each_other_down(
+  tmp_path, monkeypatch, clock
+):
   monkeypatch.setattr(machine_profile, 'busy_devices', lambda: 2)
-  alone = stages.Stage(_slow, 'alone', host=True, out_shapes=lambda x: x)
-  in_line = stages.Stage(_locked, 'in_line', host=True, out_shapes=lambda x: x)
+  in_turn = itertools.cycle([1, 2])
+
+  def spend(x_BD):
+    clock.spend(ROW * len(x_BD))
+    return x_BD
+
+  def wait_and_spend(x_BD):
+    """Takes twice as long in the second of two calls at once."""
+    is_alone = threading.current_thread() is threading.main_thread()
+    for _ in range(1 if is_alone else next(in_turn)):
+      spend(x_BD)
+    return x_BD
+
+  alone = stages.Stage(spend, 'alone', host=True, out_shapes=lambda x: x)
+  in_line = stages.Stage(
+    wait_and_spend, 'in_line', host=True, out_shapes=lambda x: x
+  )
 
   def both(state, x_BD, key):
     del key
@@ -252,9 +292,8 @@ def test_a_crowd_tells_how_devices_slow_each_other_down(tmp_path, monkeypatch):
   found = stage_profile.measure(
     *setting(both, args), profile_store.Store(tmp_path)
   )
-  # The second call waits for the first: 1.5 times as long, on average.
-  assert 1.0 <= found.contention['alone'] < 1.2
-  assert 1.3 < found.contention['in_line'] < 1.7
+  assert found.contention['alone'] == pytest.approx(1.0)
+  assert found.contention['in_line'] == pytest.approx(1.5)
 
 
 class Simulator:
@@ -262,27 +301,21 @@ class Simulator:
 
   Attributes:
     calls: steps of each environment.
-    seconds: what all calls take by a clock of its own, which other work on the
-      machine does not move.
   """
 
-  def __init__(self):
-    self.calls, self.seconds = np.zeros(16, int), 0.0
+  def __init__(self, clock):
+    self.calls, self._clock = np.zeros(16, int), clock
 
   def step(self, token_B2, action_B):
     row_B, call_B = np.asarray(token_B2).T
     assert (self.calls[row_B] == call_B).all()
-    self.seconds += ROW * len(row_B)
+    self._clock.spend(ROW * len(row_B))
     self.calls[row_B] += 1
     return np.stack([row_B, call_B + 1], 1), action_B + 1
 
 
-def test_a_simulator_is_measured_by_going_on(tmp_path, monkeypatch):
-  simulator = Simulator()
-  by_its_clock = functools.partial(
-    call_timing.seconds, clock=lambda: simulator.seconds
-  )
-  monkeypatch.setattr(call_timing, 'seconds', by_its_clock)
+def test_a_simulator_is_measured_by_going_on(tmp_path, clock):
+  simulator = Simulator(clock)
   simulate = stages.Stage(
     simulator.step,
     'simulate',
