@@ -128,9 +128,10 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
 def _all_at_once(generate: decode.DecodeWork) -> decode.DecodeWork:
   """Decoding by a loop in which all rows wait for the longest one.
 
-  It counts the attention of a step at the mean context.
+  Rows that have ended are still computed, so a step counts the attention of all
+  rows at the mean context of the longest one.
   """
-  columns = generate.context + generate.lengths.mean() / 2
+  columns = generate.context + generate.lengths.max() / 2
   step = generate.step
   for reads in generate.attention:
     per_row = step.per_row + reads.work.times(columns)

@@ -46,7 +46,9 @@ def simulate(
 ) -> Simulation:
   """Simulates the programs of all places for some steps.
 
-  A loop runs the number of rounds that is expected of it.
+  A loop runs the number of rounds that is expected of it. Later steps that may
+  begin before the last one has ended are simulated, too: without them, the last
+  steps would have the places to themselves, and end early.
 
   Args:
     flow: cut and ordered.
@@ -56,14 +58,14 @@ def simulate(
     staleness: number of steps that may begin before an earlier one has ended.
   """
   places = [clock.Place(name, flow, p) for name, p in programs.items()]
-  simulator = _Simulator(cost, places, staleness, steps)
+  simulator = _Simulator(cost, places, staleness, steps + staleness)
   while simulator.running():
     simulator.start_tasks()
     simulator.advance()
   ends = [max(place.ends[i] for place in places) for i in range(steps)]
   half = steps // 2
   period = (ends[-1] - ends[half - 1]) / (steps - half) if half else ends[-1]
-  return Simulation(period, simulator.spans)
+  return Simulation(period, [x for x in simulator.spans if x.step < steps])
 
 
 class _Simulator:

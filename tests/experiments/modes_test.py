@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from experiments.modes import flows, published, replay
+from planner.costs import work
+from planner.costs.decoding import contexts, decode
 from planner.search.plans import space as space_lib
 
 # Of the modes that the paper tried: whether the model agrees on the fastest.
@@ -89,3 +91,14 @@ def test_models_are_as_large_as_published():
 def test_more_places_than_there_may_be_are_refused():
   with pytest.raises(ValueError, match='3 to 2 places'):
     space_lib.Space(4, max_places=2, min_places=3)
+
+
+def test_without_an_engine_rows_that_have_ended_are_computed_too():
+  column = [contexts.ColumnReads(work.Work(bytes_moved=1.0))]
+  step = work.StageWork(work.NONE)
+
+  def loop(*lengths):
+    one = decode.DecodeWork(lengths, step, column, context=5.0, engine=True)
+    return replay._all_at_once(one).step.per_row.bytes_moved
+
+  assert loop(10, 100) == loop(100, 100) == 55.0

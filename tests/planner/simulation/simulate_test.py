@@ -204,3 +204,20 @@ def test_steps_that_end_in_bursts_count_as_in_the_long_run(staleness):
     found.flow, found.programs, found.cost, 48, staleness
   )
   assert found.seconds == pytest.approx(long.period)
+
+
+@pytest.mark.parametrize('staleness', [1, 2, 3])
+def test_the_last_steps_do_not_end_early_as_nothing_follows_them(staleness):
+  flow, model, *_ = toys.random_instance(91)
+  places = {name: plan.Placement((i,)) for i, name in enumerate('xy')}
+  chosen = plan.Plan(places, {'a': 'x', 'b': 'y'}, pieces=2)
+  found = evaluate_plan.evaluate(flow, model, chosen, staleness)
+  spans = simulate_lib.simulate(
+    found.flow, found.programs, found.cost, 48, staleness
+  ).spans
+  # So many steps before the end that no place has run out of work.
+  end = lambda step: max(s.end for s in spans if s.step == step)
+  assert found.seconds == pytest.approx((end(35) - end(11)) / 24)
+  assert {s.step for s in found.simulation.spans} == set(
+    range(evaluate_plan.steps(staleness))
+  )
