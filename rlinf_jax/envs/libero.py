@@ -32,15 +32,21 @@ def env(
   num_envs: simulator.PositiveInt,
   num_processes: simulator.PositiveInt = 1,
   *,
+  task_ids: Sequence[int] = (0,),
+  group_size: simulator.PositiveInt = 1,
   instructions: Callable[[Sequence[str]], Any] | None = None,
   **settings,
 ):
   """An Env of `num_envs` environments of a suite, in processes of their own.
 
+  Of several tasks, evaluations report the success in each, by its name.
+
   Args:
     suite: such as 'libero_spatial'.
     num_envs: how many environments.
     num_processes: to spread them over.
+    task_ids: numbers of the suite's tasks.
+    group_size: adjacent environments of one task, such as GRPO's groups.
     instructions: encodes texts as tokens, such as `instructions.pi0`.
       Observations with images then have the tokens of their task under
       'prompt', in place of its bytes.
@@ -55,7 +61,32 @@ def env(
     settings['prompts'] = {
       k: np.asarray(x) for k, x in prompt._asdict().items()
     }
-  return env_pool.env(make, num_envs, num_processes, suite=suite, **settings)
+  settings |= {
+    'suite': suite,
+    'task_ids': task_ids,
+    'group_size': group_size,
+  }
+  made = env_pool.env(make, num_envs, num_processes, **settings)
+  if len(distinct := sorted({*task_ids})) == 1:
+    return made
+  names = libero_files.tasks(suite)
+  number_N = np.searchsorted(distinct, task_ids)
+  return made._replace(
+    tasks=tuple(names[task] for task in distinct),
+    task=functools.partial(_task, number_N, group_size),
+  )
+
+
+def _task(number_N: np.ndarray, group_size: int, token_B3):
+  """The number of each environment's task, among those with a name.
+
+  Args:
+    number_N: of the tasks that environments have in turn.
+    group_size: adjacent environments of one task.
+    token_B3: tokens, which begin with the number of their environment.
+  """
+  turn_B = token_B3[:, 0] // group_size % len(number_N)
+  return number_N[turn_B].astype(np.int32)
 
 
 def make(

@@ -18,7 +18,7 @@ import numpy as np
 
 from rlinf_jax import command_line
 from rlinf_jax.config import config, config_errors
-from rlinf_jax.report import compare, predicted, summary
+from rlinf_jax.report import by_set, compare, predicted, summary
 from rlinf_jax.report.html import (
   charts,
   curves,
@@ -58,7 +58,7 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
     state='finished' if run.result or run.evaluation else 'unfinished',
     summary=html.escape(summary.describe(run)),
     figures=_key_figures(run),
-    headline=_evaluation_card(run) or _headline_cards(run),
+    headline=_evaluation_card(run) or _headline_cards(run) + _set_card(run),
     curves=_curve_cards(run),
     time=_time_cards(run),
     samples=samples_html.videos(run) + samples_html.samples(run),
@@ -167,6 +167,20 @@ def _headline_card(
     ),
     summary.number(summary.latest(run, name), is_fraction),
     size,
+  )
+
+
+def _set_card(run: run_folder.Run) -> str:
+  """The first and last score of each held-out set or task; '' of one."""
+  rows = []
+  for metric, name in by_set.names(run.series).items():
+    first_and_last = run.series[metric].value[[0, -1]]
+    rows.append([name, *(summary.number(x, True) for x in first_and_last)])
+  if not rows:
+    return ''
+  table = evaluation_table.as_html([['', 'first', 'last'], *rows])
+  return page.card(
+    'By set or task', 'score on held-out problems', table, '', 'whole'
   )
 
 

@@ -37,6 +37,7 @@ RETURNS = {
   'eval/success_once': 'eval/return',
   'env/success_once': 'env/return',
 }
+MAX_SETS = 4  # That a sentence names one by one.
 
 
 def describe(run: run_folder.Run) -> str:
@@ -78,9 +79,12 @@ def describe(run: run_folder.Run) -> str:
 
 def _evaluated(run: run_folder.Run) -> str:
   """Describes an evaluation without training."""
+  sets = run.evaluation['sets']
+  if len(sets) > MAX_SETS and 'all' in sets:  # The others are in the table.
+    sets = {'all': sets['all']}
   scores = [
     f'{set_}: {score["value"]:.1%} of {score["problems"]:,}'
-    for set_, values in run.evaluation['sets'].items()
+    for set_, values in sets.items()
     for score in (values.get('accuracy'), values.get('success_once'))
     if score and 'problems' in score
   ]

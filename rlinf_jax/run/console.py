@@ -9,9 +9,9 @@ import math
 import os
 import pathlib
 import sys
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
-from rlinf_jax.report import predicted
+from rlinf_jax.report import by_set, predicted
 from rlinf_jax.run_files import failures, writers
 
 # Fields of the line of a step and of an evaluation, in order; a field whose
@@ -228,4 +228,14 @@ def format_summary(
   if found := failures.read(folder):
     facts['problems'] = ' '.join(found)
   steps = 'step' if step == 1 else 'steps'
-  return format_facts(f'Finished {step} {steps}.', facts)
+  text = format_facts(f'Finished {step} {steps}.', facts)
+  return '\n'.join([text, *_by_set(first, last)])
+
+
+def _by_set(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
+  """Lines with the first and last score of each set or task, if any."""
+  rows = [
+    f'  {float(first[metric]):6.1%} -> {float(last[metric]):6.1%}  {name}'
+    for metric, name in by_set.names(last).items()
+  ]
+  return ['Of these (held out):', *rows] if rows else []

@@ -84,14 +84,25 @@ def results(
     names: the name of the set of each batch; None for one set.
 
   Returns:
-    By set, then by metric without its `eval/`: its value; of scores, also
-    'stderr', 'interval' of 95 % and the number of 'problems'. All problems
+    By set or task, then by metric without its `eval/`: its value; of scores,
+    also 'stderr', 'interval' of 95 % and the number of 'problems'. All problems
     together are the set `ALL`.
   """
   sets = _by_set(infos, names)
   if len(sets) == 2:  # A single set is all problems.
     del sets[ALL]
-  return {name: _results(info) for name, info in sets.items()}
+  results = {name: _results(info) for name, info in sets.items()}
+  whole = [*results.values()][-1]
+  return _by_task(whole) | results
+
+
+def _by_task(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
+  """Removes the values of tasks, 'TASK/metric'; returns them by task."""
+  tasks = {}
+  for name in [name for name in values if '/' in name]:
+    task, _, metric = name.rpartition('/')
+    tasks.setdefault(task, {})[metric] = values.pop(name)
+  return tasks
 
 
 def _results(info: base.Info) -> dict[str, Any]:

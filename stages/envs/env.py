@@ -78,6 +78,10 @@ class Env(NamedTuple):
       environments.
     load: `token, snapshot -> token`: restores the environments.
     lockstep: whether a batch is never cut, as its simulators step together.
+    tasks: names of the tasks of its environments, where there are several.
+      Evaluations then report the success in each.
+    task: `state -> task_B`: the number of each environment's task in `tasks`,
+      int32 [B]; the state of a simulator is its token. None without `tasks`.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -95,3 +99,5 @@ class Env(NamedTuple):
   save: Callable[[Any], Any] | None = None
   load: Callable[[Any, Any], Any] | None = None
   lockstep: bool = False
+  tasks: tuple[str, ...] = ()
+  task: Callable[[Any], Any] | None = None

@@ -4,11 +4,12 @@
 `stages.envs.rollouts.policy_file` writes and reads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+import functools
 from typing import Any
 
 import stages
-from stages import base
+from stages import base, metrics
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import obs_stats, rollout, video
@@ -29,10 +30,11 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
   """Returns `params, obs_stats, seed_B, key -> info`.
 
   It runs one greedy episode per seed. `info` holds the statistics of these
-  episodes, the number of those that a simulator lost, which are in no other,
-  and, where the environment renders, a video of some of them.
+  episodes, their success by task where there are several, the number of those
+  that a simulator lost, which are in no other, and, where the environment
+  renders, a video of some of them.
   """
-  reset = rollout.reset(video.with_recorder(env))
+  reset = rollout.reset(video.with_recorder(env), with_task=bool(env.tasks))
   attempt = rollout.rollout(
     policy,
     env,
@@ -42,21 +44,29 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
     keep_final_obs=False,
   )
   record = video.video_stage(env)
-  score = stages.Stage(_score, 'score', 'sum')
+  score = stages.Stage(functools.partial(_score, env.tasks), 'score', 'sum')
 
   def evaluate(params, stats, seed_B, key):
-    env_state, obs = reset(seed_B)
+    env_state, obs, *task = reset(seed_B)
     keys = stages.keys(key, seed_B)
     env_state, _, _, timestep = attempt(params, stats, env_state, obs, keys)
-    info = score(timestep._replace(final_state=None))
+    info = score(timestep._replace(final_state=None), *task)
     return info | record(env_state, seed_B, timestep)
 
   return evaluate
 
 
-def _score(timestep: env_lib.TimeStep) -> base.Info:
-  """Statistics of each row's first episode."""
-  info = episode_stats.metrics(episode_stats.first_episode(timestep), 'eval')
+def _score(
+  tasks: Sequence[str], timestep: env_lib.TimeStep, task_B=None
+) -> base.Info:
+  """Statistics of each row's first episode, and the success in each task."""
+  first = episode_stats.first_episode(timestep)
+  info = episode_stats.metrics(first, 'eval')
+  for i, name in enumerate(tasks):
+    mask_B = (task_B == i) * first.count
+    info[f'eval/{name}/success_once'] = metrics.score(
+      first.success_once, mask_B
+    )
   if timestep.env_failed is None:
     return info
   failed_BT = episode_stats.in_first_episode(timestep) * timestep.env_failed

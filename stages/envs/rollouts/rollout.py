@@ -128,16 +128,29 @@ def _stack(*steps):
   return jax.tree.map(lambda *xs: jnp.stack(xs, 1), *steps)
 
 
-def reset(env: env_lib.Env) -> stages.Stage:
+def reset(env: env_lib.Env, *, with_task: bool = False) -> stages.Stage:
   """Starts episodes: a stage `seed_B -> state, obs`.
 
   A simulator resets its environments from the first on, so its batch cannot be
   cut: a second piece would reset the same ones again.
+
+  Args:
+    env: the environment.
+    with_task: whether the stage also returns the number of each row's task, as
+      only one stage may read the state of a simulator.
   """
+
+  def start(seed_B):
+    state, obs = env.init(seed_B)
+    task = (env.task(state),) if with_task else ()
+    return _saved(env, state), obs, *task
+
+  def shapes(seed):
+    task = (jax.ShapeDtypeStruct(seed.shape, jnp.int32),) if with_task else ()
+    return *_start_shapes(env, seed), *task
+
   if not env.host:
-    return stages.Stage(env.init, 'reset')
-  start = functools.partial(_start, env)
-  shapes = lambda seed: _start_shapes(env, seed)
+    return stages.Stage(start, 'reset')
   return stages.Stage(start, 'reset', 'batch', host=True, out_shapes=shapes)
 
 

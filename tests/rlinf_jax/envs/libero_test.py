@@ -225,6 +225,18 @@ def test_an_evaluation_starts_in_every_initial_state_once(
   assert [sorted(x) for x in started] == [[*range(50)]] * tasks
 
 
+@needs_meshes
+def test_environments_tell_their_tasks_by_name():
+  settings = {'num_envs': 5, 'suite': SUITES[1], 'step_timeout': 300.0}
+  env = libero.env(task_ids=(3, 0, 3), group_size=2, **settings)
+  names = libero_files.tasks(SUITES[1])
+  assert env.tasks == (names[0], names[3])
+  token_B3 = np.arange(9, dtype=np.int32)[:, None] * [1, 0, 0]
+  assert env.task(token_B3).tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0]
+  assert env.task(token_B3).dtype == np.int32
+  assert not libero.env(**settings).tasks  # One task has no name of its own.
+
+
 def test_training_starts_in_every_initial_state_as_often():
   n = 40_000
   draw = rollout.draw_seeds(n, group_size=2)

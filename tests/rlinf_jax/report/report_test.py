@@ -286,3 +286,18 @@ def test_a_report_that_fails_does_not_fail_the_training(tmp_path, monkeypatch):
     f'none: no such font. Try again: python -m rlinf_jax.report {folder}'
   )
   assert not (folder / 'report.html').exists()
+
+
+def test_the_page_has_a_table_of_scores_by_task(full, tmp_path):
+  fake_run.write_lines(
+    tmp_path / 'metrics.jsonl',
+    [
+      {'step': 0, 'eval/success_once': 0.3, 'eval/lift/success_once': 0.25},
+      {'step': 5, 'eval/success_once': 0.5, 'eval/lift/success_once': 0.75},
+    ],
+  )
+  page = report.write(tmp_path).read_text(encoding='utf-8')
+  percent = lambda x: f'<td>{x}\u202f%</td>'
+  row = f'<tr><td>lift</td>{percent("25.0")}{percent("75.0")}</tr>'
+  assert row in page
+  assert 'By set or task' in page and 'By set or task' not in full

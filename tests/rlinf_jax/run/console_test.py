@@ -156,3 +156,16 @@ def test_the_summary_of_a_run_without_metrics_leaves_them_out(tmp_path):
   text = console.format_summary(tmp_path, 6.0, 'none')
   assert 'accuracy' not in text
   assert '0.1 minutes' in text
+
+
+def test_the_summary_has_the_first_and_last_score_of_each_task(tmp_path):
+  lines = [
+    {'step': 0, 'eval/success_once': 0.3, 'eval/lift_it/success_once': 0.2},
+    {'step': 9, 'eval/success_once': 0.5, 'eval/lift_it/success_once': 1.0},
+  ]
+  (tmp_path / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  text = console.format_summary(tmp_path, 6.0, 'none')
+  assert text.splitlines()[-2:] == [
+    'Of these (held out):',
+    '   20.0% -> 100.0%  lift_it',
+  ]

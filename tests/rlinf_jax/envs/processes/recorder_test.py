@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import env_toys
+from planner.ir import flow as flow_lib
 from rlinf_jax.envs import env_pool, gymnasium
 from stages import metrics
 from stages.envs.rollouts import evaluate as evaluate_lib
@@ -141,6 +142,23 @@ def test_the_video_shows_the_episodes_that_are_scored(make):
     shown['frame'][:, :, 0, 0, 0], np.tile(SEEDS[:4, None], (1, T + 1))
   )
   np.testing.assert_array_equal(shown['frame'][:, :, 0, 0, 1], shown['time'])
+
+
+def test_simulators_of_several_tasks_are_scored_by_task(make):
+  """By their tokens, which their steps use up."""
+  env = env_pool.from_pool(make()[0])._replace(
+    tasks=('even', 'odd'), task=lambda token_B3: token_B3[:, 0] % 2
+  )
+  policy = gaussian_policy.policy(env)
+  evaluate = evaluate_lib.evaluator(policy, env)
+  key = jax.random.key(0)
+  params = jax.eval_shape(policy.init, key)
+  carried = lambda params, *more: (params, evaluate(params, (), *more))
+  flow = flow_lib.trace(carried, params, SEEDS, key)  # As a run records it.
+  assert {'reset', 'score', 'video'} <= set(flow.stages)
+  info = evaluate(policy.init(key), (), SEEDS, key)
+  counts = [info[f'eval/{task}/success_once'].count for task in env.tasks]
+  assert counts == [3, 2]
 
 
 def test_large_frames_are_downsampled():

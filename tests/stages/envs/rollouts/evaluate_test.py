@@ -2,8 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
-from stages import base
+from rlinf_jax.run import evaluation
+from stages import base, metrics
 from stages.envs import env as env_lib
 from stages.envs.rollouts import evaluate
 import tiny
@@ -54,3 +56,50 @@ def test_episodes_that_a_simulator_lost_are_counted_and_in_no_score():
   assert numbers['eval/failed'] == 2
   assert numbers['eval/success_at_end'] == 1.0
   assert numbers['eval/return'] == HORIZON
+
+
+def test_success_is_reported_by_task():
+  """Also of rows that are evaluated in pieces, and of tasks without a row."""
+  env = env_lib.Env(
+    lambda seed_B: ((seed_B, 0 * seed_B), 0 * seed_B),
+    step_of_tasks,
+    jax.ShapeDtypeStruct((), jnp.int32),
+    (-1.0,),
+    (1.0,),
+    HORIZON,
+    tasks=('reach', 'push', 'fly', 'lift'),
+    task=lambda state: state[0] % 3,
+  )
+  run = evaluate.evaluator(base.Policy(lambda key: (), act, None), env)
+  whole, *parts = (
+    run((), (), seed_B, jax.random.key(0))
+    for seed_B in (jnp.arange(8), jnp.arange(4), jnp.arange(4, 8))
+  )
+  numbers = tiny.read(whole)
+  # The seeds 0, 3, 6 reach; 1, 4, 7 push; 2, 5 fly. From 4 on, all succeed.
+  assert numbers['eval/reach/success_once'] == pytest.approx(1 / 3)
+  assert numbers['eval/push/success_once'] == pytest.approx(2 / 3)
+  assert numbers['eval/fly/success_once'] == 0.5
+  assert numbers['eval/success_once'] == 0.5
+  assert 'eval/lift/success_once' not in numbers
+  tiny.assert_same_bits(metrics.merge(*parts), whole)
+  table = evaluation.results(parts, None)
+  assert list(table) == ['fly', 'push', 'reach', 'all']
+  assert table['push']['success_once']['problems'] == 3
+  assert table['all']['success_once']['problems'] == 8
+  alone = env._replace(tasks=(), task=None)
+  run = evaluate.evaluator(base.Policy(lambda key: (), act, None), alone)
+  info = run((), (), jnp.arange(8), jax.random.key(0))
+  assert {x for x in info if 'success' in x} == {
+    'eval/success_once',
+    'eval/success_at_end',
+  }
+
+
+def step_of_tasks(state, action_BA):
+  """Rows with a seed from 4 on succeed."""
+  seed_B, _ = state
+  (_, t_B), timestep = step(state, action_BA)
+  success_B = (seed_B >= 4).astype(float)
+  timestep = timestep._replace(success=success_B, env_failed=None)
+  return (seed_B, t_B), timestep
