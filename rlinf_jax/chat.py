@@ -121,7 +121,7 @@ def _lines() -> Iterator[str]:
 
 def main(model: str):
   chat = Chat(model, length=LENGTH.value, temperature=TEMPERATURE.value)
-  key = jax.random.key(SEED.value)
+  key = sample.key(SEED.value)
   for text in converse(chat, _lines(), SYSTEM.value, key):
     print(text, flush=True)
 

@@ -93,13 +93,41 @@ def prompts(env: TextEnv, problem: Any) -> tuple[Sequence[Message], ...]:
   """
   names, messages = roles(env), env.reset(problem)
   if not names:
+    check_messages(env, 'reset', messages)
     return (messages,)
   if not isinstance(messages, Mapping) or set(messages) != set(names):
     raise ValueError(
       f'{type(env).__name__}.reset returned no mapping from its roles '
       f'{[*names]} to the messages of their prompts: return one.'
     )
+  for name in names:
+    check_messages(env, 'reset', messages[name])
   return tuple(messages[name] for name in names)
+
+
+def check_messages(env: TextEnv, method: str, messages: Sequence[Message]):
+  """Checks that each message of an environment has a role and a content.
+
+  Args:
+    env: the environment.
+    method: the name of its method that returned them.
+    messages: what it returned.
+
+  Raises:
+    ValueError: names the environment and the message.
+  """
+  for message in messages:
+    # A message that calls tools may have no content, by OpenAI's format.
+    has_content = isinstance(message, Mapping) and (
+      isinstance(message.get('content'), str | Sequence)
+      or bool(message.get('tool_calls'))
+    )
+    if not has_content or not isinstance(message.get('role'), str):
+      raise ValueError(
+        f'{type(env).__name__}.{method} returned the message '
+        f'{repr(message):.200}, which lacks a role or a content: return '
+        "{'role': …, 'content': …} with texts, such as an empty one."
+      )
 
 
 def role_number(names: Sequence[str], name: str) -> int:

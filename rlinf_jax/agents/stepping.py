@@ -87,7 +87,9 @@ class Episode(NamedTuple):
     """Tells the environment a turn of the speaker."""
     roles, i = base.roles(self.env), self.speaker
     step = self.env.step(text)
-    # Here, what is no number fails its own episode.
+    # Here, what no chat template can write fails its own episode.
+    base.check_messages(self.env, 'step', step.messages)
+    # Likewise, what is no number.
     terms = {name: float(x) for name, x in step.terms.items()}
     step = step._replace(terms=terms)
     texts = (*self.texts[:i], (*self.texts[i], text), *self.texts[i + 1 :])
@@ -171,10 +173,15 @@ class Steps:
     return answers
 
   def drop(self, ids: Sequence[bytes]):
-    """Forgets episodes that have ended without their environments' doing."""
+    """Forgets episodes that have ended without their environments' doing.
+
+    Their steps that are under way go on, and nothing keeps their answers.
+    """
     with self._lock:
       for id_ in ids:
         self._live.pop(id_, None)
+      for turn in [turn for turn in self._calls if turn.id in {*ids}]:
+        del self._calls[turn]
 
   def _keep(self, id_: bytes, result: _Stepped):
     """Keeps an episode for its next turn, if there may be one."""

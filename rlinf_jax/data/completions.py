@@ -89,6 +89,7 @@ def read_preferences(
   prompt_column: str | None = None,
   chosen_column: str = 'chosen',
   rejected_column: str = 'rejected',
+  image_column: str | None = None,
 ) -> list[Row]:
   """Reads prompts with a preferred and a rejected completion.
 
@@ -101,6 +102,7 @@ def read_preferences(
       `files.PROMPT_COLUMNS` that the file has, if it has one.
     chosen_column: the column of preferred completions.
     rejected_column: the column of rejected completions.
+    image_column: as for `files.read`.
 
   Raises:
     ImportError: as `files.records`.
@@ -128,7 +130,7 @@ def read_preferences(
       )
     found = _row(prompt, row, columns, where)
     prompt, images = pictures.attach(
-      found.prompt, row, files.expand(path).parent, where
+      found.prompt, row, files.expand(path).parent, where, image_column
     )
     rows.append(found._replace(prompt=prompt, images=images))
   return rows

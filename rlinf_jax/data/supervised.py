@@ -98,6 +98,7 @@ def preferences(
   prompt_column: str | None = None,
   chosen_column: str = 'chosen',
   rejected_column: str = 'rejected',
+  image_column: str | None = None,
   chat: bool = True,
   system_prompt: str | None = None,
   template: str = '{prompt}',
@@ -121,6 +122,7 @@ def preferences(
     prompt_column: as `completions.read_preferences`.
     chosen_column: likewise.
     rejected_column: likewise.
+    image_column: as for `files.read`.
     chat: as `chat.texts`.
     system_prompt: likewise.
     template: likewise.
@@ -133,6 +135,7 @@ def preferences(
       prompt_column=prompt_column,
       chosen_column=chosen_column,
       rejected_column=rejected_column,
+      image_column=image_column,
     )
 
   return _source(

@@ -192,7 +192,10 @@ class Engine:
         self._fail_all(self._explained(error))
     self._fail_all(RuntimeError('vLLM was closed.'))
     self._stop()
-    self._thread = None
+    with self._changed:
+      # Requests that came meanwhile started no other thread.
+      self._fail_all(RuntimeError('vLLM was closed.'))
+      self._thread = None
 
   def _stop(self):
     """Ends vLLM, if it is started."""

@@ -26,10 +26,11 @@ from stages.models import transformer
 CHUNK = 16  # Tokens between looks at the rows.
 LINGER = 0.003  # Seconds in which requests join a batch.
 MAX_WAITING = 1024  # Requests; more are refused.
+CLOSED = 'The server ends: send requests to another one.'
 
 
 class BusyError(Exception):
-  """Too many requests wait."""
+  """A request cannot wait, as too many do or the server ends."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -137,6 +138,7 @@ class Decoder:
       )
     )
     self._decoding = threading.Lock()
+    self._submitting, self._is_closed = threading.Lock(), False
     self._jobs: queue.Queue[Job | None] = queue.Queue(MAX_WAITING)
     self._thread = threading.Thread(target=self._run, daemon=True)
     self._thread.start()
@@ -160,17 +162,22 @@ class Decoder:
     """Lets a job wait for the next batch.
 
     Raises:
-      BusyError: if too many wait.
+      BusyError: if too many wait, or the decoder was closed.
     """
     try:
-      self._jobs.put_nowait(job)
+      with self._submitting:
+        if self._is_closed:
+          raise BusyError(CLOSED)
+        self._jobs.put_nowait(job)
     except queue.Full:
       raise BusyError(
         f'{MAX_WAITING} requests wait: try again later.'
       ) from None
 
   def close(self):
-    """Ends the thread after the batch under way."""
+    """Ends the thread after the jobs that wait."""
+    with self._submitting:
+      self._is_closed = True
     self._jobs.put(None)
     self._thread.join()
 

@@ -11,6 +11,7 @@ import jax
 
 from rlinf_jax.agents import formats, replies
 from rlinf_jax.serve import batches, engine_decoder, requests, sessions
+from stages.language import sample
 
 
 class Served(NamedTuple):
@@ -139,7 +140,15 @@ class Completion:
         param='messages',
         code='context_length_exceeded',
       )
-    return min(self.request.limit or n + 2**31, decoder.response_length)
+    limit = self.request.limit or decoder.response_length
+    if limit > decoder.response_length:
+      raise requests.RequestError(
+        f"'max_tokens' is {limit} and a reply has at most "
+        f'{decoder.response_length} tokens here: ask for fewer, or raise the '
+        'limit (--response_length of a server, call_length of agents).',
+        param='max_tokens',
+      )
+    return limit
 
   def _key(self):
     if self.session is not None:
@@ -151,8 +160,7 @@ class Completion:
         return jax.random.fold_in(self.session.key, call)
     seed = self.request.seed
     seed = secrets.randbits(63) if seed is None else seed % 2**63
-    key = jax.random.key(seed & (2**32 - 1))
-    return jax.random.fold_in(key, seed >> 32)
+    return sample.key(seed)
 
   def cancel(self):
     """Ends the decoding; nothing more is recorded."""

@@ -75,15 +75,18 @@ class Decoder:
     """Starts a job, or lets it wait for one of `max_rows` to end.
 
     Raises:
-      BusyError: if too many wait.
+      BusyError: if too many wait, or the decoder was closed.
     """
     with self._lock:
       if self._num_jobs >= self.max_rows + MAX_WAITING:
         raise batches.BusyError(
           f'{MAX_WAITING} requests wait: try again later.'
         )
+      try:
+        self._waiting.submit(self._serve, job, *self._newest)
+      except RuntimeError:  # It is shut down.
+        raise batches.BusyError(batches.CLOSED) from None
       self._num_jobs += 1
-    self._waiting.submit(self._serve, job, *self._newest)
 
   def drain(self):
     """Waits for all jobs; those that are not needed must be cancelled."""

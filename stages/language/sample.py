@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from stages import ranges
+from stages import base, ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,11 @@ class Sampling:
         'greedy evaluations, leave it as it is), top_k 0 or more, top_p in '
         '(0, 1].'
       )
+
+
+def key(seed: int) -> base.Key:
+  """Returns the key of a seed of 64 bits, of which JAX alone reads 32."""
+  return jax.random.fold_in(jax.random.key(seed % 2**32), seed >> 32)
 
 
 def shape(logit_BTV, sampling: Sampling, keep_BT=None):

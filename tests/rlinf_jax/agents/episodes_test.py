@@ -302,6 +302,36 @@ def test_episodes_that_limits_end_are_dropped():
   assert {*steps._live} == {turns[1].id}
 
 
+def test_late_answers_of_dropped_episodes_are_not_kept():
+  steps = stepping.Steps(Slow, deadline.Pool(2, 20.0))
+  turns = [turn_of([name], row=i) for i, name in enumerate(['late', 'on'])]
+  assert steps(turns, 0) == [None, None]
+  steps.drop([turns[0].id])
+  assert [*steps._calls] == turns[1:]
+  Slow.events['late'].set()
+  Slow.events['on'].set()
+  assert steps(turns[1:], 1)[0].step.reward == 1.0 and not steps._calls
+
+
+@pytest.mark.parametrize('message', [
+  {'role': 'user', 'content': None}, {'content': 'x'}, 'x',
+])  # fmt: skip
+def test_a_message_without_a_text_fails_its_own_episode(message, capsys):
+  class Silent(tools_of_mine.Echo):
+    def step(self, text):
+      step = super().step(text)
+      return step._replace(messages=[message]) if text == 'a' else step
+
+  steps = stepping.Steps(Silent, deadline.Pool(2, 5.0))
+  failed, good = steps([turn_of(['a']), turn_of(['b'], row=1)], 2)
+  assert isinstance(failed, ValueError) and good.step.messages
+  assert 'Silent.step returned the message' in capsys.readouterr().err
+  with pytest.raises(ValueError, match='Silent.reset returned the message'):
+    agents_base.check_messages(Silent(), 'reset', [message])
+  calling = {'role': 'assistant', 'content': None, 'tool_calls': [{}]}
+  agents_base.check_messages(Silent(), 'reset', [calling])
+
+
 def test_a_step_that_ends_late_leaves_no_episode():
   begun, goes_on = [], threading.Event()
 

@@ -70,6 +70,17 @@ def test_an_example_is_a_prompt_and_its_reply_with_an_end(row, model, tmp_path):
   assert batch.prompt.mask.sum() == batch.prompt.mask[:, -21:].sum() == 42
 
 
+def test_a_column_image_of_preferences_need_not_have_pictures(model, tmp_path):
+  row = {'prompt': 'a', 'chosen': 'b', 'rejected': 'c', 'image': 'of a moon'}
+  path = write(tmp_path, row)
+  with pytest.raises(ValueError, match="bind image_column = ''"):
+    first(supervised.preferences, model, path)
+  batch = first(supervised.preferences, model, path, image_column='')
+  assert [reply for _, reply in texts(model, batch)[:2]] == [
+    f'{text};{tokens.END}' for text in 'bc'
+  ]
+
+
 def test_a_column_image_need_not_have_pictures(model, tmp_path):
   path = write(tmp_path, ROWS[0] | {'image': 'python:3.11'})
   with pytest.raises(ValueError, match="bind image_column = ''"):

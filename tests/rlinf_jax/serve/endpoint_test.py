@@ -140,6 +140,9 @@ def test_a_stop_text_ends_the_reply_and_the_recorded_ids(running, served):
   (x,) = trajectories(running, session)
   assert served.tokenizer.decode(x['ids']).endswith(stop)
   assert chat(running, max_tokens=2).usage.completion_tokens <= 2
+  for name in 'max_tokens', 'max_completion_tokens':
+    with pytest.raises(openai.BadRequestError, match=f'at most {LENGTH} tok'):
+      chat(running, **{name: LENGTH + 1})
 
 
 def test_a_session_is_rewarded_and_read_by_its_own_token_alone(running):

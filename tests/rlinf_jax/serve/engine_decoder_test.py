@@ -47,6 +47,21 @@ def empty(future):
   return stages.Deferred(future, lambda x: x)
 
 
+@pytest.mark.parametrize('is_engine', [False, True])
+def test_a_decoder_that_was_closed_refuses_jobs(is_engine):
+  """A job behind the end would wait for ever, and so would `drain`."""
+  limits = {'stop': (0,), 'prompt_length': 6, 'response_length': 4}
+  closed = (
+    decoder(None) if is_engine else batches.Decoder(tiny.CONFIG, None, **limits)
+  )
+  closed.close()
+  made, _, ended = job([1], 1)
+  with pytest.raises(batches.BusyError, match='The server ends'):
+    closed.submit(made)
+  closed.drain()
+  assert not ended.done()
+
+
 def test_jobs_are_under_way_together_and_fail_alone():
   both, seen = threading.Barrier(2, timeout=30), []
 

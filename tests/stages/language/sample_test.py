@@ -298,3 +298,9 @@ def test_a_sharded_vocabulary_is_not_gathered():
   np.testing.assert_array_equal(
     sharded(placed, sampling), shape(logit_BTV, sampling)
   )
+
+
+def test_all_64_bits_of_a_seed_count():
+  seeds = [0, 5, 2**32 + 5, 2**63 - 1, 2**63 - 2]
+  keys = {jax.random.key_data(sample.key(x)).tobytes() for x in seeds}
+  assert len(keys) == len(seeds)
