@@ -10,7 +10,8 @@ def chunked(env: env_lib.Env, chunk_size: int, discount: float) -> env_lib.Env:
   """Wraps an environment so that a step takes a chunk of actions, [B, Z, A].
 
   A chunk ends where its episode does: its remaining actions are dropped, and
-  the next chunk starts with the next episode.
+  the next chunk starts with the next episode. So a horizon need not be a
+  multiple of Z: the last chunk of an episode is then cut short.
 
   Args:
     env: a JAX environment that takes one action per step.

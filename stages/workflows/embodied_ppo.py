@@ -97,9 +97,8 @@ def embodied_ppo(
       beyond this; None makes all updates. Learning-rate schedules count only
       the updates that are made.
     normalize_obs: whether observations are normalized by running moments.
-    normalize_advantages: whether the advantages of a batch are whitened. Where
-      success is rare and the only reward, a batch without it would consist of
-      magnified errors of the critic.
+    normalize_advantages: whether the advantages of a batch are whitened, unless
+      all of its rewards are zero: see `whiten_advantages`.
     bootstrap_on_success: treats success like a time limit: the value of the
       final observation counts, so that an early success loses no reward. Other
       terminations, such as failures, still end the return.
@@ -124,7 +123,7 @@ def embodied_ppo(
     unbatched=(0, 1),
   )
   measure = stages.Stage(describe, 'measure', 'sum')
-  whiten = stages.Stage(advantages.whiten, 'whiten', 'batch')
+  whiten = stages.Stage(whiten_advantages, 'whiten', 'batch')
   flatten = stages.Stage(flatten_time, 'flatten_time', 'batch')
   minibatch = minibatches.minibatches('shuffled', num_minibatches, num_epochs)
   loss = objective(
@@ -163,7 +162,8 @@ def embodied_ppo(
     x, gap_info = rescore(params, stats, x)
     rollout_info = measure(x, timestep._replace(final_obs=()), ended) | gap_info
     if normalize_advantages:
-      x = x._replace(advantage=whiten(x.advantage, x.mask))
+      whitened = whiten(x.advantage, x.mask, x.reward)
+      x = x._replace(advantage=whitened)
     x = flatten(x)
     actor, info = learn(state.actor, minibatch(key, x.mask, x), stats)
     stats = update_obs_stats(stats, x.obs)
@@ -219,6 +219,22 @@ def compute_advantages(
     'continue_': continue_,
     'return_': advantage + value,
   }
+
+
+def whiten_advantages(advantage, mask, reward):
+  """Whitens advantages, unless no step of the batch has a reward.
+
+  Where success is rare and the only reward, advantages of a batch without it
+  are errors of the critic. Whitening would make them as large as any others, so
+  they stay as they are.
+
+  Args:
+    advantage: [B, T], from rewards and values.
+    mask: 1 for steps that are learned from.
+    reward: of each step.
+  """
+  rewarded = (reward * mask != 0.0).any()
+  return jnp.where(rewarded, advantages.whiten(advantage, mask), advantage)
 
 
 def flatten_time(x: base.Experience) -> base.Experience:

@@ -88,7 +88,8 @@ class EnvPool:
         module, or a `functools.partial` of one.
       num_envs: how many environments.
       num_processes: to spread them over.
-      chunk: steps of a call, if actions are chunks.
+      chunk: steps of a call, if actions are chunks. It ends where its episode
+        does: a horizon that it does not divide cuts the last one short.
       discount: γ of a chunk's reward, Σₖ γᵏ rₖ over the steps taken.
       step_timeout: seconds after which a step or a reset counts as hanging.
       idle_timeout: seconds without a step after which a worker process exits.

@@ -64,6 +64,26 @@ def test_advantages_may_be_left_unwhitened():
   np.testing.assert_allclose(numbers['train/policy_loss'], want, rtol=1e-5)
 
 
+def test_errors_of_the_critic_alone_are_not_magnified():
+  """Advantages of a batch without any reward stay as they are."""
+  env = push.push(horizon=5)
+
+  def step(state, action_BA):
+    state, timestep = env.step(state, action_BA)
+    return state, timestep._replace(reward=0.0 * timestep.reward)
+
+  results = []
+  for normalize in (True, False):
+    workflow = ppo(
+      env._replace(step=step), normalize_advantages=normalize, num_epochs=1
+    )
+    state, info = workflow.step(workflow.init(KEY), (), KEY)
+    results.append((state.actor.params, read(info)))
+  (params, numbers), (raw_params, raw_numbers) = results
+  jax.tree.map(np.testing.assert_array_equal, params, raw_params)
+  assert numbers == raw_numbers
+
+
 def test_episodes_continue_over_steps():
   workflow = ppo(num_steps=3)
   state = workflow.init(KEY)
