@@ -119,13 +119,19 @@ def busy(flow: graph.Flow, simulation) -> dict[str, dict[str, float]]:
   return {place: dict(stages) for place, stages in total.items()}
 
 
-def bottleneck(flow: graph.Flow, simulation) -> str:
-  """Names the busiest place, and how much of a step the others wait."""
-  period = simulation.period
+def bottleneck(flow: graph.Flow, simulation, seconds: float) -> str:
+  """Names the busiest place, and how much of a step the others wait.
+
+  Args:
+    flow: of the plan.
+    simulation: of its steps.
+    seconds: of a step: no less than the busiest place's, which a few simulated
+      steps may not show yet.
+  """
   shares = {
-    place: sum(stages.values()) / period
+    place: sum(stages.values()) / seconds
     for place, stages in busy(flow, simulation).items()
-    if period
+    if seconds
   }
   if not shares:
     return 'Nothing takes any time.'
@@ -135,7 +141,7 @@ def bottleneck(flow: graph.Flow, simulation) -> str:
   line = (
     f'{place} is busy {100 * shares[place]:.0f} % of the time, mostly with '
     f'{longest} ({formatting.digits(stages[longest])} s of '
-    f'{formatting.digits(period)} s).'
+    f'{formatting.digits(seconds)} s).'
   )
   idle = [
     f'{name} waits {100 * (1 - share):.0f} %'

@@ -93,7 +93,9 @@ def plan_data(
   return data | {
     **overview.to_json(best.flow, found.best, best.simulation),
     'seconds': found.seconds,
-    'bottleneck': overview.bottleneck(best.flow, best.simulation),
+    'bottleneck': overview.bottleneck(
+      best.flow, best.simulation, found.seconds
+    ),
     'timeline': timeline(best),
     'stages': stages,
     'places': _places(flow, model, best),

@@ -84,16 +84,16 @@ def waiting(flow: graph.Flow, simulation) -> dict[str, float]:
   return {name: sum(stages.get(name, 0.0) for stages in busy) for name in names}
 
 
-def share(waiting: Mapping[str, float], period: float) -> str | None:
+def share(waiting: Mapping[str, float], step: float) -> str | None:
   """Says how much of a step's calls is waiting for answers, if any is.
 
   Args:
     waiting: seconds by stage.
-    period: seconds of a step.
+    step: seconds of a step.
   """
   if not waiting:
     return None
   return (
     f'{", ".join(waiting)}: {sum(waiting.values()):.3g} s of calls in a step '
-    f'of {period:.3g} s wait for answers of tools, and compute nothing.'
+    f'of {step:.3g} s wait for answers of tools, and compute nothing.'
   )

@@ -281,7 +281,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   best = evaluate_plan.evaluate(flow, model, result.best, staleness)
   if model.measured.answers:
     waiting = answer_times.waiting(best.flow, best.simulation)
-    data['answers'] = answer_times.share(waiting, best.simulation.period)
+    data['answers'] = answer_times.share(waiting, result.seconds)
     data['waiting'] = waiting
   which = 'This plan' if result.gap == 1 else 'The fastest plan'
   return [

@@ -9,6 +9,7 @@ count them, so that a run which ends well does not hide them.
 
 import collections
 from collections.abc import Iterable, Mapping
+import math
 import os
 import pathlib
 from typing import Any
@@ -30,10 +31,10 @@ def read(folder: str | os.PathLike) -> list[str]:
   return [*_of_metrics(metrics), *_of_notices(notices)]
 
 
-def skipped_share(values: Mapping[str, float]) -> float:
+def skipped_share(values: Mapping[str, float | str]) -> float:
   """The largest share of skipped updates among the networks of a step."""
   of_each = (
-    x
+    _finite(x)
     for name, x in values.items()
     if name.startswith('train/') and name.endswith('skipped')
   )
@@ -44,9 +45,9 @@ def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
   skipped = episodes = conversations = rewards = 0
   for x in lines:
     skipped += skipped_share(x) > 0
-    episodes += sum(float(x.get(name, 0)) for name in ENVIRONMENTS)
-    conversations += sum(float(x.get(name, 0)) for name in CONVERSATIONS)
-    rewards += any(float(x.get(name, 0)) > 0 for name in REWARDS)
+    episodes += sum(_finite(x.get(name, 0)) for name in ENVIRONMENTS)
+    conversations += sum(_finite(x.get(name, 0)) for name in CONVERSATIONS)
+    rewards += any(_finite(x.get(name, 0)) > 0 for name in REWARDS)
   if skipped:
     steps = _number(skipped, 'step', 'steps')
     yield f'In {steps} an update was skipped, as its gradient was not finite.'
@@ -59,6 +60,12 @@ def _of_metrics(lines: Iterable[Mapping[str, Any]]) -> Iterable[str]:
   if rewards:
     steps = _number(rewards, 'step or evaluation', 'steps or evaluations')
     yield f'A reward failed in {steps}.'
+
+
+def _finite(value: float | str) -> float:
+  """A logged number; 0 for 'NaN', the mean of nothing."""
+  number = float(value)
+  return number if math.isfinite(number) else 0.0
 
 
 def _number(count: float, one: str, several: str) -> str:

@@ -40,6 +40,14 @@ def test_a_failure_in_the_metrics_is_told_at_the_end(values, words, tmp_path):
   assert words in (tmp_path / 'report.html').read_text()
 
 
+def test_means_of_nothing_hide_no_failure(tmp_path):
+  names = 'train/skipped', 'env/failed', 'rollout/reward/failed'
+  write(tmp_path, dict.fromkeys(names, np.nan), dict.fromkeys(names, 1.0))
+  assert [words.split()[0] for words in failures.read(tmp_path)] == [
+    'In', '1', 'A',
+  ]  # fmt: skip
+
+
 def test_a_run_without_failures_has_no_such_line(tmp_path):
   write(tmp_path, {'env/failed': 0.0, 'train/skipped': 0.0, 'train/loss': 1.0})
   assert failures.read(tmp_path) == []
