@@ -1,7 +1,6 @@
 """Conversations in pieces, against the chat templates of published models.
 
-TRL's package holds these templates as they were published. They are read where
-it is installed, without its requirements: `pip install --no-deps trl==1.16.0`.
+TRL's package holds these templates as they were published.
 """
 
 import functools
@@ -14,10 +13,8 @@ from rlinf_jax.agents import formats, tools
 from stages.language import tokens
 import tools_of_mine
 
+# Without importing it, which takes seconds.
 TRL = importlib.util.find_spec('trl')
-pytestmark = pytest.mark.skipif(
-  TRL is None, reason='The chat templates are those in TRL (no requirements).'
-)
 
 CHATML = ('<|im_end|>', '<|im_start|>', '<think>', '</think>')
 LLAMA = (

@@ -29,7 +29,6 @@ LLAMA = {
   'num_hidden_layers': 3,
 }
 KEY = jax.random.key(0)
-NO_PEFT = 'The reference is in peft: pip install --no-deps peft accelerate.'
 
 
 @pytest.fixture(scope='module')
@@ -87,7 +86,8 @@ def prompt_of(folder):
 def test_an_adapter_of_peft_gives_the_logits_of_peft(
   kind, targets, rslora, tmp_path
 ):
-  peft = pytest.importorskip('peft', reason=NO_PEFT)
+  import peft  # Takes seconds: not where all tests are collected.
+
   reference = torch_reference.dressed(LLAMA, 1, kind)
   reference.save_pretrained(tmp_path / 'base')
   adapted = peft.get_peft_model(
@@ -127,7 +127,8 @@ def test_an_adapter_of_peft_gives_the_logits_of_peft(
 
 
 def test_peft_reads_what_is_exported(model, trained, adapter):
-  peft = pytest.importorskip('peft', reason=NO_PEFT)
+  import peft
+
   fresh = torch_reference.dressed(LLAMA, 0, 'llama')
   adapted = peft.PeftModel.from_pretrained(fresh, adapter).eval()
   prompt = prompt_of(model[1])

@@ -1,27 +1,24 @@
 """Losses and their gradients against those of TRL's trainers.
 
 The trainers' own `_compute_loss` runs on log-probabilities that are given, so
-that no model is needed. Needs TRL 1.16 with accelerate and datasets, which no
-extra installs: `pip install --target FOLDER trl==1.16.0`, and PYTHONPATH.
+that no model is needed: of random completions of different lengths. TRL 1.16
+has no trainer for PPO, see `ppo_test`.
 """
 
 import collections
 import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
+import claims
 from stages import base
 from stages.learn import advantages, loss_terms, losses, objectives
 from stages.workflows.dpo import objective as dpo_objective
-
-REASON = 'TRL, accelerate or datasets are not installed.'
-trl = pytest.importorskip('trl', reason=REASON)
-torch = pytest.importorskip('torch', reason=REASON)
-pytest.importorskip('datasets', reason=REASON)
-pytest.importorskip('accelerate', reason=REASON)
 
 pytestmark = [
   pytest.mark.slow,
@@ -29,17 +26,43 @@ pytestmark = [
   pytest.mark.filterwarnings('ignore'),
 ]
 EXACT = {'rtol': 1e-10, 'atol': 1e-12}
-B, T = 6, 5
+GROUP = 3
+SEEDS = claims.some(range(8), (0,))
+
+
+class Tokens(NamedTuple):
+  """Random log-probs [B, T] of ragged completions, and rewards [B].
+
+  Attributes:
+    logp: now.
+    old: when they were sampled.
+    ref: of a reference policy.
+    reward: of completions whose groups are adjacent.
+    mask: 1 on the tokens of each completion, at least one.
+  """
+
+  logp: np.ndarray
+  old: np.ndarray
+  ref: np.ndarray
+  reward: np.ndarray
+  mask: np.ndarray
 
 
 def tokens(seed):
-  """Log-probs now, before, of a reference; rewards in groups; and a mask."""
   rng = np.random.default_rng(seed)
+  # Pairs of DPO need an even number of rows.
+  B, T = 2 * GROUP * rng.integers(1, 4), rng.integers(5, 40)
   old, ref = rng.normal(-2.0, 0.5, (2, B, T))
   logp = old + rng.normal(0.0, 0.3, (B, T))
   length_B1 = rng.integers(1, T + 1, (B, 1))
+  length_B1[:2, 0] = 1, T
   mask = (np.arange(T)[None] < length_B1).astype(float)
-  return logp, old, ref, rng.normal(size=B), mask
+  return Tokens(logp, old, ref, rng.normal(size=B), mask)
+
+
+def of_groups(f, reward_B):
+  """Advantages [B] that `f` computes for each group."""
+  return np.concatenate([f(x) for x in reward_B.reshape(-1, GROUP)])
 
 
 def trainer(logp, **settings):
@@ -73,13 +96,14 @@ def trainer(logp, **settings):
     top_entropy_quantile=1.0,
     use_vllm=False,
     vllm_importance_sampling_correction=False,
-    max_completion_length=T,
+    max_completion_length=logp.shape[1],
     **settings,
   )
 
 
 def theirs(kind, logp, inputs, **settings):
   """A trainer's loss and its gradient with respect to log-probabilities."""
+  B, T = logp.shape
   given = {
     'prompt_ids': torch.zeros(B, 1, dtype=torch.long),
     'prompt_mask': torch.ones(B, 1),
@@ -113,41 +137,42 @@ def same(got, want):
   np.testing.assert_allclose(got[1], want[1], **EXACT)
 
 
-# TRL's `loss_type`, its other settings, and ours.
+# TRL's `loss_type`, its other settings, and ours for T tokens.
 CASES = {
-  'grpo': ({}, {}),
-  'bnpo': ({}, {'aggregate': losses.token_mean}),
-  'dapo': ({}, {'aggregate': losses.token_mean}),
-  'dr_grpo': ({}, {'aggregate': losses.constant(T)}),
+  'grpo': ({}, lambda T: {}),
+  'bnpo': ({}, lambda T: {'aggregate': losses.token_mean}),
+  'dapo': ({}, lambda T: {'aggregate': losses.token_mean}),
+  'dr_grpo': ({}, lambda T: {'aggregate': losses.constant(T)}),
   'gspo': (
     {'loss_type': 'grpo', 'importance_sampling_level': 'sequence'},
-    {'likelihood': losses.sequence_logp},
+    lambda T: {'likelihood': losses.sequence_logp},
   ),
   'cispo': (
     {'epsilon_high': 1.28},  # The bound itself, not above 1.
-    {
+    lambda T: {
       'policy_loss': losses.cispo,
       'aggregate': losses.token_mean,
-      'clip': (1.0, 0.28, None),
+      'clip': loss_terms.Clip(1.0, 0.28),
     },
   ),
 }
 
 
+@pytest.mark.parametrize('seed', SEEDS)
 @pytest.mark.parametrize('beta', [0.0, 0.1])
 @pytest.mark.parametrize('name', CASES)
-def test_losses_of_grpo_are_trls(name, beta):
-  from trl.trainer import grpo_trainer
+def test_losses_of_grpo_are_trls(name, beta, seed):
+  from trl.trainer import grpo_trainer  # Takes seconds: not where all collect.
 
-  logp, old, ref, reward_B, mask = tokens(0)
-  advantage = advantages.group_centered(reward_B)[:, None] * mask
+  logp, old, ref, reward_B, mask = tokens(seed)
+  advantage_B = of_groups(advantages.group_centered, reward_B)
   trls, settings = CASES[name]
   want = theirs(
     grpo_trainer.GRPOTrainer,
     logp,
     {
       'completion_mask': mask,
-      'advantages': np.asarray(advantages.group_centered(reward_B)),
+      'advantages': advantage_B,
       'old_per_token_logps': old,
       'ref_per_token_logps': ref,
     },
@@ -160,12 +185,12 @@ def test_losses_of_grpo_are_trls(name, beta):
       **trls,
     },
   )
-  settings = {'clip': (0.2, 0.28, None), **settings}
+  settings = {'clip': loss_terms.Clip(0.2, 0.28)} | settings(logp.shape[1])
   got = ours(
     logp,
     old,
     ref if beta else (),
-    advantage,
+    advantage_B[:, None] * mask,
     mask,
     kl=loss_terms.KlPenalty(beta, losses.kl_k3),
     **settings,
@@ -173,13 +198,12 @@ def test_losses_of_grpo_are_trls(name, beta):
   same(got, want)
 
 
-def test_the_loss_of_rloo_is_trls():
+@pytest.mark.parametrize('seed', SEEDS)
+def test_the_loss_of_rloo_is_trls(seed):
   from trl.trainer import rloo_trainer
 
-  logp, old, _, reward_B, mask = tokens(1)
-  advantage_B = np.concatenate(
-    [advantages.leave_one_out(group) for group in reward_B.reshape(-1, 3)]
-  )
+  logp, old, _, reward_B, mask = tokens(seed)
+  advantage_B = of_groups(advantages.leave_one_out, reward_B)
   want = theirs(
     rloo_trainer.RLOOTrainer,
     logp,
@@ -202,10 +226,12 @@ def test_the_loss_of_rloo_is_trls():
   same(got, want)
 
 
-def test_the_loss_and_the_metrics_of_dpo_are_trls():
+@pytest.mark.parametrize('seed', SEEDS)
+def test_the_loss_and_the_metrics_of_dpo_are_trls(seed):
   from trl.trainer import dpo_trainer
 
-  logp, _, ref, _, mask = tokens(2)
+  logp, _, ref, _, mask = tokens(seed)
+  B, T = logp.shape
   ref_logp_B = (ref * mask).sum(1)
   # TRL has all chosen completions first, and a position before the first token.
   halves = np.r_[0:B:2, 1:B:2]

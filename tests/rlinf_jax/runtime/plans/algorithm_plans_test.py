@@ -43,6 +43,12 @@ CONVERSE = functools.partial(
   policy_stages.complete, converse=toy_conversation.converse(3)
 )
 WORKFLOWS = {
+  'reinforce': lambda: workflows.reinforce(
+    tiny.policy('float64'),
+    invariance_test.even,
+    invariance_test.KEEP,
+    group_size=4,
+  ),
   'reinforce_pp': lambda: grpo(
     advantage=advantages.no_baseline,
     normalize_advantages=True,
@@ -126,6 +132,12 @@ WORKFLOWS = {
     turn_discount=0.5,
     rollouts=CONVERSE,
   ),
+  'sft': lambda: workflows.sft(
+    tiny.policy('float64', config=tiny.EXPERTS),
+    None,
+    invariance_test.KEEP,
+    balance_coef=0.1,
+  ),
   'dpo': lambda: workflows.dpo(
     tiny.policy('float64'), invariance_test.KEEP, beta=0.5
   ),
@@ -152,6 +164,8 @@ workflow = functools.cache(lambda name: WORKFLOWS[name]())
 
 
 def batches(name):
+  if name == 'sft':
+    return [tiny.examples(rows=32, seed=i) for i in range(2)]
   if name == 'dpo':
     return [tiny.pairs(rows=32, seed=i) for i in range(2)]
   return [tiny.problem(rows=16, seed=i) for i in range(2)]
