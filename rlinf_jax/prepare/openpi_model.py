@@ -1,10 +1,12 @@
-r"""π0 and π0.5 of openpi's JAX checkpoints, as folders of safetensors.
+r"""Converts openpi's JAX checkpoints to folders of safetensors, and back.
 
   python -m rlinf_jax.prepare.openpi_model CHECKPOINT FOLDER
+  python -m rlinf_jax.prepare.openpi_model FOLDER CHECKPOINT
 
-CHECKPOINT is a folder with `params`, which orbax has written, and usually
-`assets`, statistics of data sets. Its arrays are converted once; everything
-else reads the new folder. All of them are in memory at a time, 13 GB.
+CHECKPOINT is a folder with `params`, which orbax writes, and usually `assets`,
+statistics of data sets. Its arrays are converted once; everything else reads
+FOLDER. What was trained is converted back by the second command, which knows
+FOLDER by its safetensors. All arrays are in memory at a time, 13 GB.
 """
 
 import pathlib
@@ -40,17 +42,55 @@ def convert(
       model.
     FileExistsError: if the new folder exists.
   """
-  out = pathlib.Path(folder)
-  if out.exists():
-    raise FileExistsError(f'{out} exists: name a new folder.')
+  out = _new(folder)
   tree = read(checkpoint)
   config = config or pi0.published(adaptive=ADAPTIVE in tree)
   params = pi0_openpi.params(config, tree)
   pi0_files.write(out, params, config)
-  assets = pathlib.Path(checkpoint) / normalization.ASSETS
+  _copy_statistics(checkpoint, out)
+  return config
+
+
+def convert_back(
+  folder: str, checkpoint: str, config: pi0.Config | None = None
+) -> pi0.Config:
+  """Writes a folder that `pi0_files` reads as a checkpoint of openpi.
+
+  Args:
+    folder: folder of safetensors.
+    checkpoint: the new folder.
+    config: sizes of the model; None for the published ones, of π0.5 if the
+      folder has its layers.
+
+  Returns:
+    The sizes.
+
+  Raises:
+    CheckpointError: if the folder holds another model.
+    FileExistsError: if the new folder exists.
+  """
+  import orbax.checkpoint as ocp
+
+  out = _new(checkpoint)
+  config = config or pi0.published(adaptive=pi0_files.is_adaptive(folder))
+  tree = pi0_openpi.tree(config, pi0_files.read(folder, config))
+  with ocp.PyTreeCheckpointer() as checkpointer:
+    checkpointer.save(out.resolve() / PARAMS, {PARAMS: tree})
+  _copy_statistics(folder, out)
+  return config
+
+
+def _new(folder: str) -> pathlib.Path:
+  out = pathlib.Path(folder)
+  if out.exists():
+    raise FileExistsError(f'{out} exists: name a new folder.')
+  return out
+
+
+def _copy_statistics(source: str, out: pathlib.Path):
+  assets = pathlib.Path(source) / normalization.ASSETS
   if assets.is_dir():
     shutil.copytree(assets, out / normalization.ASSETS)
-  return config
 
 
 def read(checkpoint: str) -> dict:
@@ -86,12 +126,14 @@ def read(checkpoint: str) -> dict:
   return restored[PARAMS]
 
 
-def main(checkpoint: str, folder: str):
-  """Converts the checkpoint that the command line names."""
-  config = convert(checkpoint, folder)
-  print(f'{"π0.5" if config.adaptive else "π0"} is in {folder}.')
+def main(source: str, target: str):
+  """Converts the folder that the command line names, by what it holds."""
+  stored = pathlib.Path(source)
+  back = any((stored / x).exists() for x in (weights.SINGLE, weights.INDEX))
+  config = (convert_back if back else convert)(source, target)
+  print(f'{"π0.5" if config.adaptive else "π0"} is in {target}.')
 
 
 if __name__ == '__main__':
   with startup.ended():
-    command_line.run(main, 'CHECKPOINT', 'FOLDER')
+    command_line.run(main, 'FOLDER', 'NEW_FOLDER')

@@ -23,7 +23,7 @@ PROGRAMS = {
   'chat': (chat.main, 'MODEL'),
   'serve': (serve.main, 'MODEL'),
   'gguf_model': (gguf_model.main, 'MODEL', 'FOLDER'),
-  'openpi_model': (openpi_model.main, 'CHECKPOINT', 'FOLDER'),
+  'openpi_model': (openpi_model.main, 'FOLDER', 'NEW_FOLDER'),
   'tiny_vla': (tiny_vla.main,),
   'tiny_vision': (tiny_vision.main,),
 }

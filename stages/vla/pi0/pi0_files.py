@@ -83,8 +83,7 @@ def write(
 
 def layout_of(folder: str | pathlib.Path) -> Layout:
   """Finds out how a checkpoint names its tensors."""
-  with contextlib.ExitStack() as stack:
-    stored = weights.TensorFiles(pathlib.Path(folder), stack).file_of.keys()
+  stored = _stored(folder)
   root = 'model.' if any(x.startswith(f'model.{ROOT}') for x in stored) else ''
   tower = f'{root}{TOWER}vision_model.'
   return Layout(
@@ -92,6 +91,19 @@ def layout_of(folder: str | pathlib.Path) -> Layout:
     'vision_model.' if any(x.startswith(tower) for x in stored) else '',
     next((x for x in EMBEDDINGS if f'{root}{x}' in stored), EMBEDDINGS[0]),
   )
+
+
+def is_adaptive(folder: str | pathlib.Path) -> bool:
+  """Whether a checkpoint is of π0.5, by a layer that π0 does not have."""
+  return bool(
+    {'time_mlp_in.weight', 'model.time_mlp_in.weight'} & _stored(folder)
+  )
+
+
+def _stored(folder: str | pathlib.Path) -> set[str]:
+  """Names of a checkpoint's tensors."""
+  with contextlib.ExitStack() as stack:
+    return {*weights.TensorFiles(pathlib.Path(folder), stack).file_of}
 
 
 def names(config: pi0.Config, layout: Layout) -> Names:

@@ -25,7 +25,7 @@ class Leaf(NamedTuple):
   Attributes:
     path: of openpi's array.
     shape: `shape of the parameter -> shape of openpi's array`.
-    read: `openpi's array -> parameter`.
+    read: `openpi's array -> parameter`, as a view of it.
   """
 
   path: str
@@ -73,6 +73,17 @@ def params(config: pi0.Config, tree: Mapping):
       f'{shown}{f"; and {more} more" if more > 0 else ""}.'
     )
   return jax.tree.map(np.asarray, tree_paths.unflatten(made))
+
+
+def tree(config: pi0.Config, params) -> dict:
+  """The tree that openpi has of parameters: the inverse of `params`."""
+  given, made = tree_paths.flatten(params), {}
+  for name, leaf in leaves_of(config):
+    x = np.asarray(given[name])
+    whole = made.setdefault(leaf.path, np.empty(leaf.shape(x.shape), x.dtype))
+    # A view, so that parameters that share an array fill their parts of it.
+    leaf.read(whole)[...] = x
+  return tree_paths.unflatten(made)
 
 
 def leaves_of(config: pi0.Config) -> Iterator[tuple[str, Leaf]]:

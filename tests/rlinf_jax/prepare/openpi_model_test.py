@@ -71,6 +71,25 @@ def test_arrays_that_training_has_written_end_in_value(tmp_path):
   jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
+@both
+def test_a_checkpoint_is_written_back_byte_for_byte(adaptive, tmp_path):
+  tree = openpi_reference.tree(adaptive)
+  config = openpi_reference.config(adaptive)
+  folders = [str(tmp_path / name) for name in ('jax', 'torch', 'back')]
+  save(tmp_path / 'jax', tree)
+  normalization.write(folders[0], 'lab/robot', STATS)
+  openpi_model.convert(*folders[:2], config)
+  assert pi0_files.is_adaptive(folders[1]) == adaptive
+  openpi_model.convert_back(*folders[1:], config)
+  again = openpi_model.read(folders[2])
+  assert jax.tree.structure(again) == jax.tree.structure(tree)
+  for want, got in zip(*map(jax.tree.leaves, (tree, again)), strict=True):
+    assert want.dtype == got.dtype and want.tobytes() == got.tobytes()
+  assert normalization.read(folders[2], 'lab/robot') == STATS
+  with pytest.raises(FileExistsError, match='name a new folder'):
+    openpi_model.convert_back(*folders[1:], config)
+
+
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
   config = openpi_reference.config(False)
   with pytest.raises(weights.CheckpointError, match="has no folder 'params'"):

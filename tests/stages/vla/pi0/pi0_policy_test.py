@@ -145,6 +145,45 @@ def test_only_the_expert_and_the_critic_learn_if_so_wished(tmp_path):
   same(policy(checkpoint=str(tmp_path), critic=False).init(KEY), full)
 
 
+@pytest.mark.parametrize(
+  ('adaptive', 'layout'),
+  [
+    (False, pi0_files.Layout('', '', pi0_files.EMBEDDINGS[1])),
+    (True, pi0_files.Layout()),
+  ],
+  ids=['pi0_openpi', 'pi05_lerobot'],
+)
+def test_a_published_layout_acts_and_is_written_as_it_was(
+  adaptive, layout, tmp_path
+):
+  own, first, second = config(adaptive), tmp_path / 'one', tmp_path / 'two'
+  params = policy(adaptive=adaptive, critic=False).init(KEY)
+  pi0_files.write(first, params, own, layout=layout)
+  quantiles = {'q01': [-0.5, -2.0], 'q99': [0.75, 2.0]}
+  actions = quantiles if adaptive else STATS['actions']
+  normalization.write(first, 'robot', STATS | {'actions': actions})
+  made = policy(
+    adaptive=adaptive,
+    critic=False,
+    checkpoint=str(first),
+    norm_stats=normalization.read(first),
+  )
+  start = made.init(KEY)
+  _, obs = ENV.init(jnp.arange(B))
+  keys = jax.random.split(jax.random.key(1), B)
+  act, moves = jax.jit(made.act), []
+  for seen in (start, params):
+    x = act(seen, obs, keys)
+    assert np.isfinite(x.logp).all()
+    moves.append(np.asarray(made.to_env_action(x.action)))
+  assert moves[0].shape == (B, CHUNK, 2) and np.abs(moves[0]).max() <= 1
+  assert len(np.unique(moves[0])) > B  # Rows and numbers differ.
+  np.testing.assert_array_equal(*moves)
+  pi0_files.write(second, start, own, layout=pi0_files.layout_of(first))
+  name = 'model.safetensors'
+  assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
 def test_what_the_model_does_not_fit_is_refused():
   for env, message in (
     (push.push(), 'π0 reads images, and'),
