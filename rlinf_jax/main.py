@@ -133,13 +133,13 @@ def _prepare_output(flag: flags.FlagHolder):
 def plan_only():
   """Prints the fastest plan of the recipe on the cluster."""
   # Imported here: they load all of the planner.
-  from rlinf_jax.planning import answer_times, plan_report
+  from rlinf_jax.planning import answer_times, completion_lengths
   from rlinf_jax.planning import plan_only as plan_only_lib
   from rlinf_jax.planning.compiled import topology
   from rlinf_jax.planning.profiling import host_timing
 
   files = [*config.GIN_FILE.value, CLUSTER.value]
-  lengths = LENGTHS.value and plan_report.read_lengths(LENGTHS.value)
+  lengths = LENGTHS.value and completion_lengths.read(LENGTHS.value)
   seconds = (
     answer_times.read(ANSWER_SECONDS.value) if ANSWER_SECONDS.value else ()
   )

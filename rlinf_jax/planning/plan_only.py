@@ -44,6 +44,8 @@ def plan_only(
       assumes that all reach the limit.
     answer_seconds: seconds that environments took to answer turns; none where
       they were not measured.
+    host_seconds: measured seconds of a row of host stages, as
+      `plan_report.report_plan` has it.
     plan_seconds: limit of the searches and of what the report adds to them, as
       `plan_report.report_plan` has it.
     compile_for: devices to compile the plan for, as `plan_report.report_plan`.

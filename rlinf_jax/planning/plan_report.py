@@ -7,7 +7,6 @@ that need not be here.
 from collections.abc import Callable, Mapping, Sequence
 import json
 import os
-import pathlib
 import types
 
 import jax
@@ -16,8 +15,6 @@ from planner import cluster as cluster_lib
 from planner import formatting
 from planner.costs import cost_table, roofline
 from planner.costs import measured as measured_lib
-from planner.costs.decoding import decode
-from planner.costs.work import StageWork
 from planner.counting import count
 from planner.explain import offload, overview, plan_data, remat, report_text
 from planner.ir import graph
@@ -29,6 +26,7 @@ from planner.simulation import evaluate_plan
 from rlinf_jax.planning import (
   answer_times,
   collector,
+  completion_lengths,
   evaluation_plan,
   remedies,
   searches,
@@ -91,24 +89,12 @@ def report_plan(
   """
   deadline = deadline_lib.Deadline(seconds)
   table, (flow, evaluation) = str(flows[0]), map(unroll.unroll, flows)
-  with collector.only_young():
-    works = count.of_flow(flow, platform=cluster.device.platform)
-  works, assumption = _completion_work(works, lengths)
-  host_timing.check(flow, host_seconds)
-  timed = host_timing.seconds_per_row(flow)
-  timed = {k: x for k, x in timed.items() if k not in host_seconds}
-  rows = timed | dict(host_seconds)
-  waits = answer_times.describe(flow, answer_seconds)
-  model = roofline.Roofline(
-    flow,
-    works,
-    cluster,
-    rules.DEFAULT,
-    measured_lib.Measurements(host_rows=rows, answers=answer_seconds),
+  model, assumptions = _cost_model(
+    flow, cluster, lengths, answer_seconds, host_seconds
   )
+  waits = answer_times.describe(flow, answer_seconds)
   result, ranked, theirs = searches.compare(flow, model, staleness, deadline)
-  lines = [table, '', _searched(result, cluster), assumption]
-  lines += [host_timing.describe(timed, host_seconds), waits]
+  lines = [table, '', _searched(result, cluster), *assumptions, waits]
   lines += [_attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)
   compiled = None
@@ -156,6 +142,26 @@ def report_plan(
   return result
 
 
+def _cost_model(flow, cluster, lengths, answer_seconds, host_seconds):
+  """Counts the work of stages, and times those on the host.
+
+  Returns:
+    The cost model, and sentences on what it assumes; None in place of one that
+    there is no need for.
+  """
+  with collector.only_young():
+    works = count.of_flow(flow, platform=cluster.device.platform)
+  works, assumption = completion_lengths.with_lengths(works, lengths)
+  host_timing.check(flow, host_seconds)
+  timed = host_timing.seconds_per_row(flow)
+  timed = {k: x for k, x in timed.items() if k not in host_seconds}
+  known = measured_lib.Measurements(
+    host_rows=timed | dict(host_seconds), answers=answer_seconds
+  )
+  model = roofline.Roofline(flow, works, cluster, rules.DEFAULT, known)
+  return model, [assumption, host_timing.describe(timed, host_seconds)]
+
+
 def _attention(flow, cluster) -> str | None:
   """Names what computes attention on the devices; None without attention."""
   platform = cluster.device.platform or jax.default_backend()
@@ -199,64 +205,6 @@ def _compile(
 
 def _slower(flow, plan, ratio: float) -> str:
   return f'{100 * (ratio - 1):+.1f} %  {overview.one_line(flow, plan)}'
-
-
-def read_lengths(file: str | os.PathLike) -> list[int]:
-  """Reads the tokens of completions, a JSON list, from a file."""
-  try:
-    lengths = json.loads(pathlib.Path(file).read_text())
-  except (OSError, ValueError):
-    lengths = None
-  integers = isinstance(lengths, list) and all(type(n) is int for n in lengths)
-  if not integers or not lengths or min(lengths) < 1:
-    raise ValueError(
-      f'{file} should hold the tokens of completions as a JSON list of whole '
-      'numbers from 1 on, such as [212, 87, 1024].'
-    )
-  return lengths
-
-
-def _completion_work(works, lengths):
-  """Gives stages whose rows may end early their lengths.
-
-  Returns:
-    The work of all stages, and a sentence on what is assumed of the lengths.
-  """
-  open_ended = {
-    name: decode.max_tokens(call)
-    for name, call in works.items()
-    if call and decode.max_tokens(call)
-  }
-  names = ', '.join(open_ended)
-  if lengths is None:
-    if not open_ended:
-      return works, None
-    return works, (
-      f'Every row of {names} is assumed to have the maximum length, '
-      f'{max(open_ended.values()):g} tokens; --lengths takes a file of the '
-      'lengths to expect.'
-    )
-  if not open_ended:
-    raise ValueError(
-      'Lengths were given, and no stage has rows that end early.'
-    )
-  barriers = [
-    name
-    for name in open_ended
-    if isinstance(works[name], StageWork) and not works[name].rows
-  ]
-  if barriers:
-    raise ValueError(
-      f'Lengths were given, and {barriers[0]} ends when enough rows have '
-      'ended, which lengths do not determine: plan it without them.'
-    )
-  ending = {
-    name: decode.with_lengths(works[name], lengths) for name in open_ended
-  }
-  return works | ending, (
-    f'Rows of {names} have the {len(lengths):,} lengths that were given; the '
-    f'longest is {max(lengths):,} tokens.'
-  )
 
 
 def _others(result, own, ranked, theirs):

@@ -195,11 +195,10 @@ def ppo(
     warmup=(critic_warmup_steps, num_updates),
     group_size=group_size,
   )
-  version = lambda state: actor_critic.policy_version(state.actor)
   init = functools.partial(_init, policy, verify, learner, has_kl, staleness)
 
   def step(state: State, problem: base.Problem, key):
-    now = version(state)
+    now = _version(state)
     behavior, past = train_step.delayed(state.past, now)
     prompts = repeat(problem)
     problem, x, carry, carry_info = generate.run(
@@ -216,8 +215,12 @@ def ppo(
     return state._replace(**trained, past=past, carry=carry), info | learned
 
   return policy_stages.workflow(
-    init, step, version, evaluator(policy, verify), generate, staleness
+    init, step, _version, evaluator(policy, verify), generate, staleness
   )
+
+
+def _version(state: State):
+  return actor_critic.policy_version(state.actor)
 
 
 def _init(policy, verify, learner, has_kl: bool, staleness: int, key) -> State:

@@ -3,14 +3,11 @@ import functools
 import html.parser
 import json
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from planner import cluster as cluster_lib
 from planner.costs import measured, roofline
 from planner.counting import count
-from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.search import deadline as deadline_lib
 from planner.search import exact
@@ -21,7 +18,6 @@ from rlinf_jax.report import plan_page
 from rlinf_jax.report.html import terms
 from rlinf_jax.runtime import programs
 from sharding import rules
-import stages
 from stages import workflows
 from stages.learn import optimizers
 import tiny
@@ -219,37 +215,6 @@ def test_a_report_takes_over_algorithm_1s_plan_unless_the_search_is_proved():
     assert found.bound <= proved.seconds <= found.seconds
   found, _ = searches._adopt(proved, proved.ranked, theirs)
   assert found is proved
-
-
-def test_lengths_do_not_tell_when_enough_rows_have_ended():
-  """As with partial rollouts, where generation is a barrier."""
-
-  def draw(alive_B):
-    """A token a turn of every row, until half of them have ended."""
-    return jax.lax.while_loop(
-      lambda now: (now[0] < 6) & (now[1].sum() > len(alive_B) // 2),
-      lambda now: (now[0] + 1, now[1] & (now[0] < jnp.arange(len(alive_B)))),
-      (0, alive_B),
-    )
-
-  generate = stages.Stage(draw, 'generate', 'batch')
-  recorded = flow_lib.trace(
-    lambda state, x: (state, generate(x)), (), jnp.ones(8, bool)
-  )
-  works = count.of_flow(recorded)
-  assert works['generate'].full_batch.turns == 6
-  with pytest.raises(ValueError, match='generate ends when enough rows have'):
-    plan_report._completion_work(works, [1, 2, 1])
-
-
-@pytest.mark.parametrize('text', ['[]', '[1.5]', '{"a": 1}', '[0]', 'not'])
-def test_lengths_that_are_none_are_refused(tmp_path, text):
-  file = tmp_path / 'lengths.json'
-  file.write_text(text)
-  with pytest.raises(ValueError, match='JSON list of whole numbers'):
-    plan_report.read_lengths(file)
-  file.write_text('[3, 1]')
-  assert plan_report.read_lengths(file) == [3, 1]
 
 
 @pytest.mark.slow
