@@ -40,8 +40,8 @@ CLUSTER = flags.DEFINE_string(
 COMPILE = flags.DEFINE_bool(
   'compile',
   False,
-  'For --plan_only: compile the plan for the topology of --cluster, whose '
-  'devices need not be here, and refuse what the compiler refuses.',
+  'For --plan_only: compile the plan for the devices of --cluster, which need '
+  'not be here; the next fastest plan is taken if the compiler refuses it.',
 )
 COMPILE_RUNNERS_UP = flags.DEFINE_integer(
   'compile_runners_up',
@@ -50,10 +50,10 @@ COMPILE_RUNNERS_UP = flags.DEFINE_integer(
   lower_bound=0,
 )
 PLAN_JSON = flags.DEFINE_string(
-  'plan_json', None, 'For --plan_only: JSON file for the plan and why.'
+  'plan_json', None, 'For --plan_only: JSON file to write the report into.'
 )
 PLAN_HTML = flags.DEFINE_string(
-  'plan_html', None, 'For --plan_only: HTML file for the plan and why.'
+  'plan_html', None, 'For --plan_only: HTML file to write the report into.'
 )
 LENGTHS = flags.DEFINE_string(
   'lengths',
@@ -64,20 +64,22 @@ LENGTHS = flags.DEFINE_string(
 ANSWER_SECONDS = flags.DEFINE_string(
   'answer_seconds',
   None,
-  'For --plan_only: file of the seconds that environments took to answer '
-  'turns, one a line, as episodes.envs.answer_seconds writes it.',
+  'For --plan_only: text file with the seconds that environments took to '
+  'answer, one a line, as episodes.envs.answer_seconds writes it.',
 )
 HOST_SECONDS = flags.DEFINE_multi_string(
   'host_seconds',
   [],
-  'For --plan_only: measured seconds of a row of a host stage, such as '
-  'simulate=0.02 for simulators, whose seconds are assumed otherwise.',
+  'For --plan_only: seconds for one row of a stage that runs outside JAX, such '
+  'as simulate=0.02 for a simulator. Without it, those of simulators are '
+  'assumed.',
 )
 PLAN_SECONDS = flags.DEFINE_float(
   'plan_seconds',
   60.0,
-  'For --plan_only: seconds of a processor after which the search stops, '
-  'without a proof. A plan of one place is looked for in any case.',
+  'For --plan_only: CPU seconds after which the search stops, even if it has '
+  'not proved that its plan is the fastest. If it has no plan by then, one '
+  'that runs all stages on all devices is looked for.',
   lower_bound=0.0,
 )
 EVAL_ONLY = flags.DEFINE_bool(

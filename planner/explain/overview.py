@@ -139,8 +139,8 @@ def bottleneck(flow: graph.Flow, simulation, seconds: float) -> str:
   stages = busy(flow, simulation)[place]
   longest = max(stages, key=stages.get)
   line = (
-    f'{place} is busy {100 * shares[place]:.0f} % of the time, mostly with '
-    f'{longest} ({formatting.digits(stages[longest])} s of '
+    f'Place {place} is busy {100 * shares[place]:.0f} % of the time, mostly '
+    f'with {longest} ({formatting.digits(stages[longest])} s of '
     f'{formatting.digits(seconds)} s).'
   )
   idle = [

@@ -69,7 +69,7 @@ def reason(
   if lost < -SAME * best.seconds:
     return 'faster: the search ended before it came to this plan'
   if lost <= SAME * best.seconds:
-    return 'as fast, within the accuracy that matters'
+    return f'as fast, to {100 * SAME:g} %'
   more = {
     'work': mine.work - its.work,
     'waits': mine.waits - its.waits,
@@ -92,7 +92,8 @@ def _work(evaluation, best, mine, its) -> str:
   there = overview.busy(best.flow, best.simulation).get(its.place, {})
   stage = max(here, key=lambda s: here[s] - there.get(s, 0.0))
   clause = (
-    f'{mine.place} works {_format(mine.work)} against {_format(its.work)}'
+    f'the busiest place, {mine.place}, works {_format(mine.work)}, not '
+    f'{_format(its.work)}'
   )
   if stage in there:
     return (
@@ -112,8 +113,8 @@ def _work(evaluation, best, mine, its) -> str:
 
 def _waits(evaluation, best, mine, its) -> str:
   clause = (
-    f'{mine.place}, the busiest place, waits {_format(mine.waits)} of a '
-    f'step against {_format(its.waits)}'
+    f'the busiest place, {mine.place}, waits {_format(mine.waits)} of a step, '
+    f'not {_format(its.waits)}'
   )
   meanwhile = _meanwhile(_without_moves(evaluation), mine.place)
   if not meanwhile:
@@ -140,7 +141,7 @@ def _meanwhile(evaluation, place: str) -> dict[str, float]:
 
 
 def _moves(evaluation, best, mine, its) -> str:
-  clause = f'moves add {_format(mine.moves)} against {_format(its.moves)}'
+  clause = f'moves add {_format(mine.moves)}, not {_format(its.moves)}'
   if evaluation.plan.offload and not best.plan.offload:
     names = ', '.join(evaluation.plan.offload)
     return f'{clause}: {names} go to host memory and back'

@@ -54,7 +54,7 @@ def runners_up(data: Mapping[str, Any]) -> list[str]:
       f'  {100 * entry["relative_slowdown"]:+.1f} %  {entry["summary"]}'
     )
     lines.append(f'          {entry["reason"]}')
-  return ['The next plans, of those simulated:', *lines] if lines else []
+  return ['The next fastest of the simulated plans:', *lines] if lines else []
 
 
 def comparisons(data: Mapping[str, Any]) -> list[str]:
@@ -97,11 +97,14 @@ def slack(data: Mapping[str, Any]) -> str:
   ]
   unknown = [s['name'] for s in data['stages'] if s['slack'] is None]
   if not loose and not unknown:
-    return 'No stage has slack.'
+    return 'No stage has slack: any that takes longer makes the step longer.'
   if tight:
     lines.append(f'Stages without slack: {", ".join(tight)}.')
   if loose:
-    lines.append(f'Slack before a step takes longer: {", ".join(loose)}.')
+    lines.append(
+      'Slack, by which a stage could take longer and the step would not: '
+      f'{", ".join(loose)}.'
+    )
   if unknown:
     names = ', '.join(unknown) if known else 'all stages'
     lines.append(f'Time was up before the slack of {names} was computed.')

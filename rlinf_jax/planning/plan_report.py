@@ -252,7 +252,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     *report_text.runners_up(data),
     *report_text.comparisons(data),
     '',
-    'Which cost would have to be wrong to change the choice, one at a time:',
+    'Whether another plan would be the fastest if one cost were different:',
     *report_text.sensitivity(data),
   ]
 
@@ -314,9 +314,10 @@ def _searched(result, cluster) -> str:
     f'Searched: up to {space.max_places} places in units of '
     f'{space.unit} device{"s" * (space.unit > 1)}, '
     f'batches in {" or ".join(map(str, space.pieces))} pieces; '
-    f'{result.simulated} plans simulated, {result.tried:,} bounded; {proof}.\n'
-    'Seconds are modeled from counted work and the hardware in its gin file, '
-    'unless this report says otherwise.'
+    f'plans simulated: {result.simulated}, lower bounds computed: '
+    f'{result.tried:,}; {proof}.\n'
+    "Seconds are modeled from each stage's work and the cluster file, unless "
+    'this report says otherwise.'
   )
 
 
@@ -341,7 +342,7 @@ def _colocated(space) -> str:
   some = [' + '.join(stages) for stages in space.colocated]
   if not some:
     return ''
-  return f'Short stages share a place with others: {", ".join(some)}.\n'
+  return f'Placed together, as some are short: {", ".join(some)}.\n'
 
 
 def _transfers(flow, plan) -> str | None:

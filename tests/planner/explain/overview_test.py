@@ -63,12 +63,12 @@ def test_moves_between_device_and_host_are_shown():
 def test_the_bottleneck_is_named_with_its_longest_stage():
   flow, _, evaluation = simulated(actor='a', learner='bc')
   assert overview.bottleneck(flow, evaluation, 10.0) == (
-    'learner is busy 60 % of the time, mostly with b (4 s of 10 s). '
+    'Place learner is busy 60 % of the time, mostly with b (4 s of 10 s). '
     'actor waits 60 %.'
   )
   # The seconds of a step are those that the report opens with.
   assert overview.bottleneck(flow, evaluation, 12.0) == (
-    'learner is busy 50 % of the time, mostly with b (4 s of 12 s). '
+    'Place learner is busy 50 % of the time, mostly with b (4 s of 12 s). '
     'actor waits 67 %.'
   )
 

@@ -42,9 +42,7 @@ def test_a_plan_of_one_place_is_slower_without_overlap():
     'nothing overlaps: one place works 9 s, the busiest place of the fastest '
     'plan 5 s'
   )
-  assert (
-    reason.reason(best, best) == 'as fast, within the accuracy that matters'
-  )
+  assert reason.reason(best, best) == 'as fast, to 0.05 %'
 
 
 def test_a_faster_plan_that_a_stopped_search_missed_says_so():
@@ -61,7 +59,7 @@ def test_a_plan_that_is_slower_by_waiting_says_so():
   flow, model = toys.line(WORK)
   best, other = (evaluation(model, flow, n, x='a', y='bc') for n in (4, 1))
   assert reason.reason(other, best) == (
-    'y, the busiest place, waits 4 s of a step against 1 s, most of it while a '
+    'the busiest place, y, waits 4 s of a step, not 1 s, most of it while a '
     'runs'
   )
 
@@ -71,7 +69,7 @@ def test_a_plan_that_is_slower_by_moves_says_so():
   best = evaluation(model, flow, x='a', y='bc')
   other = evaluation(model, flow, x='ac', y='b')
   text = reason.reason(other, best)
-  assert text.startswith('moves add 4 s against 2 s: ')
+  assert text.startswith('moves add 4 s, not 2 s: ')
 
 
 def test_a_plan_that_is_slower_by_a_stage_of_its_busiest_place_says_so():
@@ -79,6 +77,6 @@ def test_a_plan_that_is_slower_by_a_stage_of_its_busiest_place_says_so():
   best = evaluation(model, flow, 4, x='a', y='bc')
   other = evaluation(model, flow, 4, x='ab', y='c')
   assert reason.reason(other, best) == (
-    'x works 8 s against 5 s: it also runs a (4 s), which the fastest plan '
-    'runs elsewhere'
+    'the busiest place, x, works 8 s, not 5 s: it also runs a (4 s), which the '
+    'fastest plan runs elsewhere'
   )

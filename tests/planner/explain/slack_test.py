@@ -76,10 +76,12 @@ def test_slack_that_is_known_is_told_when_time_is_up():
     stages = [{'name': name, 'slack': x} for name, x in slacks.items()]
     return report_text.slack({'seconds': 7.0, 'stages': stages})
 
-  assert told(a=0.0, b=0.0) == 'No stage has slack.'
+  assert told(a=0.0, b=0.0) == (
+    'No stage has slack: any that takes longer makes the step longer.'
+  )
   assert told(a=0.0, c=3.0, d=None) == (
-    'Stages without slack: a. Slack before a step takes longer: c 3 s. Time '
-    'was up before the slack of d was computed.'
+    'Stages without slack: a. Slack, by which a stage could take longer and '
+    'the step would not: c 3 s. Time was up before the slack of d was computed.'
   )
   assert told(a=None, b=None) == (
     'Time was up before the slack of all stages was computed.'
