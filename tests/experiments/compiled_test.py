@@ -64,6 +64,27 @@ def test_long_completions_of_7b_are_generated_and_learned_on_eight_v5p_chips():
   assert apply['collective_bytes'] < 1000  # The norm of the gradient.
 
 
+REAL = [  # 512 + 8,192 tokens, groups of 16.
+  '7b-2layers-8k-gradient-v5p8',
+  '7b-8k-parts-h100x8',
+  '7b-8k-generate-h100x8',
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', claims.some(REAL, REAL[:1]))
+def test_long_completions_of_7b_fit_and_cost_what_is_modeled(name):
+  data = report(name)
+  assert data['refusal'] is None  # So that it fits.
+  for stage in data['stages']:
+    memory, modeled = stage['memory'], stage['modeled_matmul_flops']
+    assert memory['modeled'] == pytest.approx(memory['total'], rel=0.1)
+    assert stage['matmul_flops'] == pytest.approx(modeled, rel=0.02)
+    sent = stage['modeled_collective_bytes']
+    assert stage['collective_bytes'] == pytest.approx(sent, rel=0.1)
+    assert stage['scores'] is None and stage['unknown_loops'] == 0
+
+
 OFFLOADED = ['7b-offload-v5p8', '7b-offload-h100x8', '7b-offload-h100x1']
 
 
