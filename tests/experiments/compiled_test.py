@@ -80,8 +80,9 @@ def test_long_completions_of_7b_fit_and_cost_what_is_modeled(name):
     memory, modeled = stage['memory'], stage['modeled_matmul_flops']
     assert memory['modeled'] == pytest.approx(memory['total'], rel=0.1)
     assert stage['matmul_flops'] == pytest.approx(modeled, rel=0.02)
+    # `apply` sends the norm of the gradient, which is not modeled.
     sent = stage['modeled_collective_bytes']
-    assert stage['collective_bytes'] == pytest.approx(sent, rel=0.1)
+    assert stage['collective_bytes'] == pytest.approx(sent, rel=0.1, abs=1000)
     assert stage['scores'] is None and stage['unknown_loops'] == 0
 
 
