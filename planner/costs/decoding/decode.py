@@ -2,20 +2,20 @@
 
 Decoding takes a step for each token of the longest row, and short rows finish
 early. The work of a step is counted or given, the roofline model gives its
-seconds on a placement, and `completions` the end of each row. The first piece
-of the batch consists of the groups that finish first, the last piece has the
-longest rows. A piece takes from the end of the previous piece to its own.
+seconds on a placement, and `ends` the end of each row. The first piece of the
+batch consists of the groups that finish first, the last piece has the longest
+rows; an engine outside JAX has pieces of given rows. A piece takes from the end
+of the previous piece to its own.
 """
 
 from collections.abc import Sequence
 import dataclasses
-import functools
 import math
 
 import numpy as np
 
-from planner.costs.decoding import completions
 from planner.costs.decoding import contexts as contexts_lib
+from planner.costs.decoding import ends as ends_lib
 from planner.costs.decoding import speed as speed_lib
 from planner.costs.measured import Estimate, Tag
 from planner.costs.mesh import collectives
@@ -39,8 +39,9 @@ class DecodeWork:
     group_size: rows of a group, which are passed on together.
     engine: whether it is an inference engine with continuous batching: rows of
       the whole batch start as slots fall free, and are passed on in the order
-      in which they finish. Otherwise each piece is decoded by itself until its
-      last row has finished, as in a loop in JAX.
+      in which they finish, or by piece if it `is_separate`. Otherwise each
+      piece is decoded by itself until its last row has finished, as in a loop
+      in JAX.
     budget: bytes on a device for the keys and values of an engine, which it
       reserves as it starts; infinite if it reserves those of `max_rows` rows.
     max_rows: maximum number of active rows, on the devices that hold one copy
@@ -49,7 +50,9 @@ class DecodeWork:
       decodes all rows at once.
     cache_shards: most devices that divide the keys and values of an engine.
     is_separate: whether the engine is a program of its own, which holds its own
-      copies of the parameters, as many and divided as its place's mesh says.
+      copies of the parameters, as many and divided as its place's mesh says. It
+      has the rows of all pieces at once, those of the first piece first, and
+      passes a piece on when the last of the piece's own rows has finished.
     calls: calls in which such an engine has the same parameters.
     known: origin of the lengths.
   """
@@ -105,9 +108,14 @@ class DecodeWork:
     once, again = speed.gather + model.cluster.device.launch_seconds, 0
     if self.engine:
       each = math.ceil(there * pieces / copies)  # Rows of the fullest copy.
-      ends = _ends(self, speed, each, self.slots(each, ways), copies)
-      groups = len(ends)
-      last = [math.ceil(groups * k / pieces) - 1 for k in (at, at + 1)]
+      slots = self.slots(each, ways)
+      if self.is_separate:
+        each = math.ceil(there / copies) * pieces
+        ends = ends_lib.of_pieces(self, speed, each, slots, copies, pieces)
+        last = [at - 1, at]
+      else:
+        ends = ends_lib.of_groups(self, speed, each, slots, copies)
+        last = [math.ceil(len(ends) * k / pieces) - 1 for k in (at, at + 1)]
       steps = ends[last[1]] - (ends[last[0]] if at else 0.0)
       prompts = 0.0 if at else speed.read(each)
       if self.is_separate:
@@ -116,11 +124,15 @@ class DecodeWork:
       once = 0.0 if at else once
     elif self.has_slots:
       again, each = there / rows, max(1, rows // copies)
-      ends = _ends(self, speed, each, int(min(self.max_rows, each)), copies)
+      ends = ends_lib.of_groups(
+        self, speed, each, int(min(self.max_rows, each)), copies
+      )
       steps, prompts = again * ends[-1], again * speed.read(each)
     else:
       again = there / rows
-      steps = again * longest(self.lengths, rows) * speed(rows / copies)
+      steps = (
+        again * ends_lib.longest(self.lengths, rows) * speed(rows / copies)
+      )
       prompts = again * speed.read(rows / copies)
     tag = 'assumed' if self.known == 'assumed' else 'modeled'
     return {
@@ -330,57 +342,3 @@ def of_slots(call: StageWork, cost, attention) -> DecodeWork:
 def _alive(work, plain):
   """Restores the peak memory, which is not divided by the steps."""
   return dataclasses.replace(work, bytes_alive=plain.bytes_alive)
-
-
-def longest(lengths, rows: float) -> float:
-  """Returns the expected tokens of the longest of `rows` random rows.
-
-  E[max] = Σₜ 1 - F(t)ⁿ, where F(t) is the fraction of rows of at most t tokens.
-  """
-  share = np.cumsum(np.bincount(lengths)) / len(lengths)
-  return float(np.sum(1 - np.minimum(share, 1.0) ** rows))
-
-
-def _seconds(
-  decode: DecodeWork,
-  speed: speed_lib.DecodeSpeed,
-  slots: int,
-  rows: int,
-  contexts: contexts_lib.Contexts,
-):
-  """Seconds of steps with `rows` active rows, a `completions.Step`.
-
-  A loop also computes its empty slots. A quarter of the slots has a smaller
-  loop, in which the last rows are decoded.
-  """
-  computed = rows
-  if not decode.engine:
-    few = slots // 4
-    computed = few if rows <= few else slots
-  empty = 1 - rows / computed
-  columns = [x.columns(contexts, empty) for x in decode.attention]
-  return speed(computed, columns)
-
-
-@functools.lru_cache(1024)
-def _ends(
-  decode: DecodeWork,
-  speed: speed_lib.DecodeSpeed,
-  rows: int,
-  slots: int,
-  copies: int,
-):
-  """Returns when the first k groups finish on a typical copy, [groups].
-
-  Its rows have the same distribution of lengths as the batch, and include the
-  longest row of the batch, which determines when the batch ends.
-  """
-  rows = max(rows, decode.group_size)
-  share = (np.arange(rows) + 0.5) / rows
-  lengths = np.quantile(decode.lengths, share, method='nearest')
-  last = longest(decode.lengths, rows * copies)
-  lengths[-1] = max(lengths[-1], round(last))
-  lengths = np.random.default_rng(0).permutation(lengths).astype(int)
-  step = functools.partial(_seconds, decode, speed, slots)
-  done = completions.finish(lengths, step, slots=slots, prompt=decode.context)
-  return completions.finished_groups(done, decode.group_size)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from planner.costs import roofline
-from planner.costs.decoding import completions, contexts, decode
+from planner.costs.decoding import completions, contexts, decode, ends
 from planner.costs.work import NONE, StageWork, Work
 from planner.ir import graph
 from planner.ir import plan as plan_lib
@@ -22,7 +22,8 @@ SPOT = plan_lib.Placement()
 
 def explained(pieces=1, **kwargs):
   """The seconds of `act` in each piece, if it decodes."""
-  some = decode.DecodeWork(LENGTHS, STEP, **{'known': 'measured'} | kwargs)
+  known = {'lengths': LENGTHS, 'known': 'measured'}
+  some = decode.DecodeWork(step=STEP, **known | kwargs)
   works = toys.WORKS | {'act': some}
   model = roofline.Roofline(
     toys.toy_flow(), works, toys.TOYS, toys.rules.DEFAULT, assumed=toys.SURE
@@ -38,7 +39,7 @@ def seconds(pieces=1, **kwargs):
 
 def test_an_engine_ends_with_its_longest_row():
   (spent,) = seconds(engine=True)
-  longest = decode.longest(LENGTHS, 32)
+  longest = ends.longest(LENGTHS, 32)
   curve = completions.curve(
     np.sort([*LENGTHS[:-1], max(100, round(longest))]),
     lambda batch, _: 1e-3 + 1e-4 * batch,
@@ -59,20 +60,36 @@ def test_larger_groups_delay_the_first_piece():
   assert groups[0] > alone[0]
 
 
+def test_an_engine_of_its_own_passes_a_piece_on_with_its_last_own_row():
+  # A row of each group of four is long, so a piece without one is rare.
+  lengths = [10, 10, 10, 90]
+  (whole,), parts = (
+    seconds(n, engine=True, is_separate=True, lengths=lengths) for n in (1, 4)
+  )
+  assert parts[0] > 0.85 * whole
+  assert sum(parts) == pytest.approx(whole, rel=0.05)
+  assert seconds(4, engine=True, lengths=lengths)[0] < 0.3 * whole
+
+
+def test_an_engine_of_its_own_starts_the_rows_of_the_first_piece_first():
+  one, *others = seconds(
+    4, engine=True, is_separate=True, lengths=[50], max_rows=8
+  )
+  assert others == pytest.approx([one] * 3, rel=0.05)
+
+
 def test_a_loop_decodes_every_piece_to_its_end():
   parts = seconds(4)
   assert len(set(parts)) == 1
-  last = decode.longest(LENGTHS, 8)
+  last = ends.longest(LENGTHS, 8)
   assert parts[0] == pytest.approx(last * (1e-3 + 8 * 1e-4))
 
 
 def test_expected_longest_length_equals_that_of_random_draws():
   draws = np.random.default_rng(0).choice(LENGTHS, (20_000, 8)).max(1)
   error = draws.std() / len(draws) ** 0.5
-  assert decode.longest(LENGTHS, 8) == pytest.approx(
-    draws.mean(), abs=5 * error
-  )
-  assert decode.longest(LENGTHS, 1) == pytest.approx(LENGTHS.mean())
+  assert ends.longest(LENGTHS, 8) == pytest.approx(draws.mean(), abs=5 * error)
+  assert ends.longest(LENGTHS, 1) == pytest.approx(LENGTHS.mean())
 
 
 def test_an_engine_decodes_as_many_rows_at_once_as_fit_in_memory():
@@ -226,7 +243,7 @@ def test_more_devices_do_not_shorten_the_longest_row():
   (one,), model = explained(engine=True)
   flow = toys.toy_flow()
   four = model.explain(flow, toys.node('act'), toys.spot(('data', 4)))
-  tail = decode.longest(LENGTHS, 32) * 1e-3
+  tail = ends.longest(LENGTHS, 32) * 1e-3
   assert tail <= four.total.value < one.total.value
 
 
