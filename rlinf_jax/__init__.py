@@ -1,4 +1,4 @@
-"""The machine and the front door: the train loop, configuration, disks."""
+"""Runs workflows: recipes in gin, plans, runtimes, simulators, run folders."""
 
 from rlinf_jax import startup
 

@@ -51,10 +51,10 @@ def train(
 
   Args:
     workflow: the workflow to run.
-    source: its batches.
+    source: the batches to train on, and those to evaluate on.
     workdir: the run folder.
-    steps: updates of the whole run.
-    seed: of everything random.
+    steps: steps of the whole run, each with one batch of `source`.
+    seed: seed of everything random.
     resume: continues from the newest checkpoint in `workdir`, if there is one.
     pretrain: called with `seed` after all checks and before parameters are
       read; it may train the checkpoint from which the run starts.
@@ -63,18 +63,18 @@ def train(
       as predicted. Otherwise a plan as `planner.ir.plan.parse` reads it, or the
       path of its JSON or of the JSON that --plan_json writes. None runs every
       stage on the first device.
-    evaluate_every: updates between evaluations on held-out problems, of which
-      one is before the first update and one at the end. 0 for none at all.
+    evaluate_every: steps between evaluations on held-out problems, of which
+      one is before the first step and one at the end. 0 for none at all.
     stop_at_score: ends the run early once the workflow's score reaches this.
     video_every_evals: evaluations between videos, where an environment can be
       drawn; the first and the last always leave one. 0 for none.
     max_skipped_steps: steps in a row, all of whose updates are skipped because
       their gradient is not finite, after which the run ends with an error.
-    checkpoint_every: updates between checkpoints.
+    checkpoint_every: steps between checkpoints.
     keep_checkpoints: number of checkpoints to keep.
-    profile_step: update that JAX's profiler records into `workdir/profile`, for
-      XProf or TensorBoard; 0 for none. The first update compiles, so take a
-      later one. With staleness, parts of later updates are in it. Processes of
+    profile_step: step that JAX's profiler records into `workdir/profile`, for
+      XProf or TensorBoard; 0 for none. The first step compiles, so take a
+      later one. With staleness, parts of later steps are in it. Processes of
       Ray are not recorded.
     export: `folder, params -> None`: writes the model at the end.
     wandb_project: project at Weights & Biases to send metrics to as well.

@@ -1,1 +1,1 @@
-"""Geometry: meshes, and layouts spelled by the letters in an array's name."""
+"""Meshes, and layouts of arrays by the dimension letters in their names."""

@@ -158,7 +158,7 @@ def read(
   part: Callable[[tuple[slice, ...]], np.ndarray],
   layout: jax.sharding.Sharding | None = None,
 ) -> jax.Array:
-  """An array that is read from files; where only its shape counts, it is not.
+  """An array that is read from files, unless only its shape is needed.
 
   Args:
     shape: of the array.

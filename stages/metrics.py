@@ -281,6 +281,7 @@ def first_rows(rows, n: int) -> FirstRows:
 
 
 def is_metric(x) -> bool:
+  """Whether `x` is one of these metrics, and not an array or a tree."""
   return hasattr(x, 'merge')
 
 

@@ -176,6 +176,7 @@ def used_up(stage, args) -> frozenset[int]:
 
 
 def ids(refs) -> tuple[int, ...]:
+  """Returns the ids of symbols."""
   return tuple(ref.id for ref in refs)
 
 

@@ -8,8 +8,8 @@ When no set is left, the best plan is the fastest. If the search is stopped
 earlier, the smallest remaining bound gives its gap. A search that is stopped
 before its first simulation still has a plan of one place that fits.
 
-A search that is not done in half of its time tries the plans of Algorithm 1,
-so that it does not end with a slower one. It does not begin with them, since
+A search that is not done in half of its time tries RLinf's Algorithm 1, too,
+so that it does not end with a slower plan. It does not begin with it, since
 Algorithm 1 often takes longer than the proof.
 """
 

@@ -66,7 +66,7 @@ def create(steps: int, start: int = 0, stream: TextIO | None = None) -> Console:
   """Creates the console of a run.
 
   Args:
-    steps: updates of the whole run.
+    steps: steps of the whole run.
     start: updates finished before, in a resumed run.
     stream: stream to print to; standard output by default.
   """
@@ -149,7 +149,7 @@ def format_step(
 
   Args:
     step: its number.
-    steps: updates of the whole run.
+    steps: steps of the whole run.
     values: metrics by name.
     width: characters of the line. Fields that do not fit are left out, and the
       stages that are not named are summed as `other`.

@@ -35,15 +35,15 @@ class Schedule:
   """When a run evaluates, saves, records videos and ends.
 
   Attributes:
-    steps: updates of the whole run.
-    evaluate_every: updates between evaluations, of which one is before the
-      first update and one at the end; 0 for none at all.
-    checkpoint_every: updates between checkpoints.
+    steps: steps of the whole run.
+    evaluate_every: steps between evaluations, of which one is before the
+      first step and one at the end; 0 for none at all.
+    checkpoint_every: steps between checkpoints.
     stop_at_score: score at which the run ends early; None for never.
     video_every_evals: evaluations between videos; 0 for none.
     max_skipped_steps: steps in a row without a finite gradient, after which
       the run ends.
-    profile_step: the update that is profiled; 0 for none.
+    profile_step: the step that is profiled; 0 for none.
   """
 
   steps: int

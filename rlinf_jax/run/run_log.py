@@ -40,7 +40,7 @@ class RunLog:
     Args:
       folder: the run folder.
       source: decodes the tokens of samples by its `text`.
-      steps: updates of the whole run.
+      steps: steps of the whole run.
       start: updates finished before.
       wandb: project at Weights & Biases, if metrics go there too.
     """

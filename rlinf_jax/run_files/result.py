@@ -60,7 +60,7 @@ def read_finished(
 
   Args:
     folder: the run folder.
-    steps: updates of the whole run.
+    steps: steps of the whole run.
     stop_at_score: score at which the run ends early.
     score: the metric that is the score.
     resume: whether a run in `folder` may go on.

@@ -34,9 +34,9 @@ def evaluate(
   also has `pass_at_k` and, where the verifier knows final answers, `maj_at_k`,
   for k = 2, 4, 8, … up to `samples`, and for k = `samples`.
 
-  Completions whose environment failed are neither right nor wrong: no metric
-  has them but their number. A problem counts in an accuracy if one completion
-  is left, and in `pass_at_k` and `maj_at_k` if k are.
+  Completions whose environment failed are neither right nor wrong: they are
+  counted, and left out of all other metrics. A problem counts in an accuracy if
+  one completion is left, and in `pass_at_k` and `maj_at_k` if k are.
 
   Args:
     policy: the policy to evaluate, or one for each role, as `converse` takes
@@ -46,8 +46,8 @@ def evaluate(
       problem first, so the standard error is that of independent problems.
     greedy: takes the most likely tokens instead of samples; by default, if
       there is one completion a problem.
-    converse: what a row is: `policy_stages.one_turn`, or
-      `conversation.converse` for many turns.
+    converse: generates the rows: `policy_stages.one_turn`, a completion each,
+      or `conversation.converse`, a conversation each.
 
   Raises:
     ValueError: for several greedy completions, which would all be the same.

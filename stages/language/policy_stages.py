@@ -302,7 +302,8 @@ def complete(
   Args:
     policy: the policy that generates.
     group_size: adjacent rows that share a prompt.
-    converse: what a row is: `one_turn`, or `conversation.converse`.
+    converse: generates the rows: `one_turn`, a completion each, or
+      `conversation.converse`, a conversation each.
   """
   generate = converse(policy, 'generate', group_size=group_size)
 

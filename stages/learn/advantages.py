@@ -134,9 +134,9 @@ def no_baseline(reward_G):
 
 
 def fill_rewards(reward_G, kept_G):
-  """Rewards of a group in which those that are not kept are the others' mean.
+  """Replaces rewards that are not kept by the mean of those that are.
 
-  So a completion without a reward moves the mean of its group nowhere. The mean
+  So a completion without a reward does not move the mean of its group. The mean
   is 0 where none is kept.
 
   Args:

@@ -4,13 +4,13 @@ import jax.numpy as jnp
 
 
 def correct(reward_G, correct_G):
-  """All right ones, as in expert iteration and STaR, arXiv:2203.14465."""
+  """Keeps correct completions (expert iteration; STaR, arXiv:2203.14465)."""
   del reward_G
   return correct_G
 
 
 def best(reward_G, correct_G):
-  """The one of the highest reward, as in RAFT, arXiv:2304.06767.
+  """Keeps the completion with the highest reward, as in RAFT, arXiv:2304.06767.
 
   Of several, it is the first.
   """

@@ -86,8 +86,8 @@ def embodied_grpo(
     num_envs: number of environments.
     group_size: environments that share their initial state.
     num_steps: steps of each environment; the horizon of `env` if None.
-    episode_reward: `episode_stats.EpisodeStats -> reward_B`: what an episode is
-      worth, `episode_stats.success` or `episode_stats.episode_return`.
+    episode_reward: `episode_stats.EpisodeStats -> reward_B`: the reward of each
+      episode, `episode_stats.success` or `episode_stats.episode_return`.
     clip_low: how far the probability ratio may fall below 1.
     clip_high: how far it may rise above 1.
     dual_clip: bound of the loss where the advantage is negative; None for none.
@@ -107,7 +107,8 @@ def embodied_grpo(
       `turn_advantages.by_turn`, which compares steps of the same number. Only
       the states of first steps are known to be equal. None for one advantage an
       episode.
-    aggregate: `loss_BT, mask_BT -> metrics.Mean`.
+    aggregate: `loss_BT, mask_BT -> metrics.Mean`: the mean of the losses of
+      all steps, such as `losses.token_mean`.
     importance_weight: `proximal_logp, behavior_logp, mask -> weight` of the
       loss of each step. Steps have weights where acting rounds
       log-probabilities in another way than learning, as in bfloat16; see

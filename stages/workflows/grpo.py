@@ -148,12 +148,13 @@ def grpo(
       each token.
     likelihood: `logp_BT, mask_BT -> logp_BT`: the log-probabilities, of tokens
       or of sequences, whose ratio is clipped.
-    aggregate: `loss_BT, mask_BT -> metrics.Mean`.
+    aggregate: `loss_BT, mask_BT -> metrics.Mean`: the mean of the losses of
+      all tokens, such as `losses.token_mean`.
     importance_weight: `proximal_logp, behavior_logp, mask -> weight`, the
       weight of the loss of each token. It is used where sampling rounds
       log-probabilities differently from scoring (another engine, or bfloat16),
       or where older versions of the policy sampled. The ratio is then clipped
-      around the proximal policy, that before the update.
+      around the policy before the update, the proximal one.
     importance_bound: `weight, importance_cap -> weight`.
     importance_cap: bound of the weights.
     rollouts: `policy, group_size -> policy_stages.Rollouts`, the method of
