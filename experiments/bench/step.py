@@ -14,10 +14,11 @@ import psutil
 
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
+from rlinf_jax.config import config
 from rlinf_jax.runtime import local
 from rlinf_jax.state import state_readers
 import stages
-from stages import base, metrics
+from stages import base, metrics, ranges
 
 
 def prompts(rows: int, length: int, vocabulary: int) -> base.Problem:
@@ -43,8 +44,8 @@ def bench(
   workflow: base.Workflow,
   batch: base.Problem,
   *,
-  steps: int,
-  warmup: int = 2,
+  steps: ranges.PositiveInt,
+  warmup: ranges.NonNegativeInt = 2,
   plan: Mapping[str, Any] | None = None,
 ):
   """Runs `warmup` + `steps` steps with the runtime and prints measurements.
@@ -57,10 +58,14 @@ def bench(
       of the process.
     plan: as `planner.ir.plan.parse` reads it; None runs every stage on the
       first device.
+
+  Raises:
+    ValueError: if the recipe binds a parameter that nothing reads.
   """
   key = jax.random.key(0)
   state = jax.eval_shape(workflow.init, key)
   flow = flow_lib.trace(workflow.step, state, batch, key)
+  config.refuse_unused()
   runtime = local.LocalRuntime(
     plan_lib.parse(plan or {}, flow.stages), step=flow
   )

@@ -110,7 +110,9 @@ def text(error: BaseException) -> str:
   if system := re.fullmatch(
     r"\[Errno \d+\] (.+?)(?:: ['\"](.+)['\"])?", message
   ):
-    what, name = system.groups()
+    what, names = system.groups()
+    # Of a file that should take the place of another, that one.
+    name = names and re.split(r"['\"] -> ['\"]", names)[-1]
     if name is None:
       return f'{what}: mend that, and continue with --resume.'
     return f'{cut(name)} cannot be used ({what}): mend it, or name another.'
@@ -122,7 +124,9 @@ def text(error: BaseException) -> str:
   if isinstance(error, safetensors.SafetensorError):  # Of writing weights.
     return f'{message}: mend that, and continue with --resume.'
   if isinstance(error, OverflowError):
-    return f'A number of the recipe is too large: {cut(message)}.'
+    return (
+      f'A number of the recipe or of its files is too large: {cut(message)}.'
+    )
   return message
 
 

@@ -81,11 +81,15 @@ def run(
   waiting, running, failed = list(points), [], []
   try:
     while waiting or running:
-      while waiting and may_start(running):
-        point = waiting.pop(0)
+      while waiting:
+        point = waiting[0]
         if results.read_result(point) is not None:
+          waiting.pop(0)
           _print(f'{numbers[point.name]} already finished {point.name}')
           continue
+        if not may_start(running):
+          break
+        waiting.pop(0)
         verb = 'continued' if process.has_started(point) else 'started'
         running.append(start(point))
         _print(f'{numbers[point.name]} {verb} {point.name}')

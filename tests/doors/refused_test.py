@@ -144,7 +144,7 @@ WRONG = [
   ([PUSH, f'--gin_bindings={"x" * 9999}'], f"--gin_bindings '{'x' * 200}…': "),
   (
     [PUSH, '--gin_bindings=workflows.embodied_ppo.num_envs = 2147483647'],
-    'A number of the recipe is too large: ',
+    'A number of the recipe or of its files is too large: ',
   ),
 ]
 

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from experiments.bench import step
+from rlinf_jax.config import config
 from rlinf_jax.runtime import timeline
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -45,6 +46,13 @@ def test_the_bench_ends_in_one_line_of_json():
   assert figures['first_step_seconds'] > seconds
   assert figures['cpu_seconds_per_step'] > 0 < figures['peak_rss_mib']
   assert 'generate' in figures['stage_cpu_seconds']
+
+
+def test_a_setting_that_nothing_reads_is_refused():
+  recipe = ['gin_configs/bench/grpo_step.gin']
+  config.parse(recipe, ['VOCABULRY = 64', 'transformer.Config.L = 1'], '')
+  with pytest.raises(ValueError, match='did you mean `VOCABULARY`'):
+    config.call(step.bench)
 
 
 def test_tokens_a_second_are_those_of_all_steps(capsys):

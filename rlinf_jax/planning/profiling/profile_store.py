@@ -62,7 +62,7 @@ class Store:
     file = self._file(what)
     try:
       return json.loads(file.read_text())['measured']
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
       return None  # An unreadable file is measured again.
 
   def put(self, what: Mapping[str, Any], measured: Any):

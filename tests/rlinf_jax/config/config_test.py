@@ -327,6 +327,7 @@ def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
   [
     (OSError(28, 'No space left on device'), 'No space left on device: mend'),
     (OSError(30, 'Read-only', '/x/y'), '/x/y cannot be used (Read-only): mend'),
+    (OSError(21, 'A folder', 'p', 0, '/x'), '/x cannot be used (A folder): m'),
     (OSError('/x is a file: name another.'), '/x is a file: name another.'),
     (
       safetensors.SafetensorError('I/O error: Read-only file system'),
@@ -335,7 +336,7 @@ def test_a_failed_save_leaves_the_old_file(recipe_folder, monkeypatch):
     (MemoryError(), 'The system refused memory to this process: free some'),
     (
       OverflowError('It is 9.'),
-      'A number of the recipe is too large: It is 9.',
+      'A number of the recipe or of its files is too large: It is 9.',
     ),
   ],
 )

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import core_only
-from rlinf_jax.sweep import results, sweep
+from rlinf_jax.sweep import capacity, results, sweep
 from tests.rlinf_jax.sweep import fake_main
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -55,6 +55,19 @@ def test_finished_points_are_skipped(fake, capsys):
     '[1/2] already finished clip_high=0.2\n'
     '[2/2] already finished clip_high=0.28\n'
   )
+
+
+def test_finished_points_do_not_wait_for_room(fake, monkeypatch):
+  fake_main.run(fake, fake_main.HIGH)
+  asked = []
+
+  def may_start(room, running):
+    asked.append(len(running))
+    return True
+
+  monkeypatch.setattr(capacity.Capacity, 'may_start', may_start)
+  over = 'workflows.grpo.clip_high = [0.2, 0.28, 0.3]'
+  assert fake_main.run(fake, over) == [] and asked == [0]
 
 
 def test_a_grid_may_grow(fake):

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import inspect
 import itertools
 import os
 import threading
@@ -74,8 +75,9 @@ def test_what_cannot_be_read_or_written_is_measured_again(tmp_path):
   one = profile_store.Store(tmp_path / 'a')
   one.put(what, 1.0)
   (file,) = (tmp_path / 'a').iterdir()
-  file.write_text('{"measured": ')
-  assert one.get(what) is None
+  for damaged in '{"measured": ', '{}', '[]':
+    file.write_text(damaged)
+    assert one.get(what) is None
   (tmp_path / 'b').write_text('a file, not a folder')
   closed = profile_store.Store(tmp_path / 'b')
   closed.put(what, 1.0)
@@ -100,6 +102,24 @@ def test_a_machine_is_measured_once(tmp_path, monkeypatch):
   monkeypatch.setattr(machine_profile, '_measure', lambda: 1 / 0)
   again = machine_profile.measure_cluster(profile_store.Store(tmp_path))
   assert again == measured
+
+
+def test_another_version_measures_a_machine_again(tmp_path, monkeypatch):
+  rates = 'vector_flops', 'memory_bandwidth', 'host_bandwidth'
+  known = {
+    'device': dict.fromkeys(rates, 1.0) | {'matmul_flops': {'float32': 1.0}},
+    'link': {'latency_seconds': 1.0, 'bandwidth': 1.0},
+    'contention': 1.0,
+  }
+  measured = []
+  monkeypatch.setattr(
+    machine_profile, '_measure', lambda: measured.append(1) or known
+  )
+  store = profile_store.Store(tmp_path)
+  for version in 'old', 'old', 'new':
+    monkeypatch.setattr(inspect, 'getsource', lambda _, text=version: text)
+    machine_profile.measure_cluster(store)
+  assert len(measured) == 2
 
 
 def test_devices_of_a_processor_have_shares_of_it(monkeypatch):
