@@ -4,10 +4,13 @@ from collections.abc import Iterator
 import contextlib
 import os
 import re
+import subprocess
 import sys
 import tempfile
 
 REMATERIALIZED = 'Involuntary full rematerialization'
+# Shows a file if standard input ends before a line has come.
+SHOW_UNLESS_TOLD = 'read -r _ || { cat "$1" >&2; rm -f "$1"; }'
 
 
 @contextlib.contextmanager
@@ -16,7 +19,7 @@ def captured_warnings() -> Iterator[list[str]]:
 
   XLA writes such a warning to the file descriptor of the standard error, so
   that is redirected for the whole process. All other lines are passed on at the
-  end.
+  end, also where a failed check of XLA aborts the process.
 
   Yields:
     A list that is filled at the end, with the operations that XLA names.
@@ -24,7 +27,12 @@ def captured_warnings() -> Iterator[list[str]]:
   found = []
   sys.stderr.flush()
   kept = os.dup(2)
-  with tempfile.TemporaryFile() as file:
+  with tempfile.NamedTemporaryFile() as file:
+    watcher = subprocess.Popen(
+      ['sh', '-c', SHOW_UNLESS_TOLD, 'sh', file.name],
+      stdin=subprocess.PIPE,
+      stderr=kept,
+    )
     os.dup2(file.fileno(), 2)
     try:
       yield found
@@ -32,6 +40,7 @@ def captured_warnings() -> Iterator[list[str]]:
       sys.stderr.flush()
       os.dup2(kept, 2)
       os.close(kept)
+      watcher.communicate(b'\n')
       file.seek(0)
       text = file.read().decode(errors='replace')
       for line in text.splitlines(keepends=True):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,6 @@ from planner.ir import plan as plan_lib
 from planner.search import result as result_lib
 from rlinf_jax.planning.compiled import (
   executable,
-  partitioner,
   plan_compiler,
   report,
 )
@@ -160,15 +158,3 @@ def test_the_report_names_stages_and_numbers():
   for words in ('cpu:4', 'gradient', 'tagged compiled', 'gradient sends: '):
     assert words in text
   assert report.text(None) == []
-
-
-def test_warnings_of_the_partitioner_are_kept_and_others_passed_on(capfd):
-  line = (
-    '[SPMD] Involuntary full rematerialization. The compiler cannot go from '
-    'sharding {a} to {b} for HLO operation %x = f32[8,4]{1,0} copy(%y), '
-    'metadata={op_name="jit(f)/mul"}.\n'
-  )
-  with partitioner.captured_warnings() as found:
-    os.write(2, (line + 'another line\n').encode())
-  assert found == ['f32[8,4] jit(f)/mul']
-  assert capfd.readouterr().err == 'another line\n'
