@@ -140,6 +140,18 @@ class Place:
     frame = self.frame
     return frame.program[frame.at] if frame.at < len(frame.program) else None
 
+  def engine_end(self) -> float:
+    """Returns when the calls of inference engines that have begun will end."""
+    flows = {frame.loop: frame.flow for frame in self.frames}
+    return max(
+      (
+        end
+        for (loop, i), end in self.begun.items()
+        if flows[loop].nodes[i].stage.engine is not None
+      ),
+      default=0.0,
+    )
+
   def round(self):
     """Ends a round of the innermost program, or a step."""
     frame = self.frame

@@ -129,7 +129,7 @@ class _Simulator:
       task = place.task
       if task and task.end <= self.now:
         place.task = None
-        if isinstance(place.next, Release):
+        if isinstance(place.next, Release) and task.what == 'offload':
           self.free(place)
         if task.what != 'wait':  # A wait ends when the value is received.
           self.record(place, task.what, task.node, task.value)
@@ -263,12 +263,20 @@ class _Simulator:
     return self.switch(place, 'restore', ((frame.flow, v) for v in away))
 
   def release(self, place: clock.Place, v: int | None, source: str) -> bool:
-    """Releases shared devices, unless the next value has arrived."""
+    """Releases shared devices, unless the next value has arrived.
+
+    An engine computes on them, so a place waits for the calls that it has
+    begun.
+    """
     if v is not None:
       arrives = self.arrival(place, v, source)
       if arrives is not None and arrives <= self.now:
         place.frame.at += 1
         return True
+    ends = place.engine_end()
+    if ends > self.now:
+      place.task = clock.Task('wait', 0.0, ends)
+      return False
     held = []
     for frame in place.frames:
       held += [(frame.flow, v) for v in (*frame.there, *frame.kept)]

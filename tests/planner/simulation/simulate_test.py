@@ -221,3 +221,17 @@ def test_the_last_steps_do_not_end_early_as_nothing_follows_them(staleness):
   assert {s.step for s in found.simulation.spans} == set(
     range(evaluate_plan.steps(staleness))
   )
+
+
+@pytest.mark.parametrize('engine, seconds', [(object(), 9), (None, 5)])
+def test_an_engine_keeps_the_devices_that_it_shares(engine, seconds):
+  # Beside a host stage that is no engine, such as a tool, others may compute.
+  calls = [('a', 'row', ('batch',)), ('b', 'row', ('batch',))]
+  calls += [('c', 'row', ('b',)), ('d', 'row', ('a', 'c'))]
+  flow = toys.build(calls, ())
+  stage = flow.nodes[0].stage
+  stage.host = stage.asynchronous = True
+  stage.engine = engine
+  cost = toys.Known({'a': 4, 'b': 3, 'c': 1, 'd': 1})
+  where = {'a': 'x', 'b': 'y', 'c': 'x', 'd': 'x'}
+  assert shared(flow, where, cost, share='xy').period == pytest.approx(seconds)
