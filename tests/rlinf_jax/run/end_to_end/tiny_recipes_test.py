@@ -9,7 +9,8 @@ from rlinf_jax import train
 from rlinf_jax.config import config
 from tests.rlinf_jax import recipes_test
 
-# Those of GRPO are grpo_math, which own_data_test trains, with other numbers.
+# Those of GRPO for dense models are grpo_math, which own_data_test trains, with
+# other numbers.
 RECIPES = {
   'dapo_qwen2.5_32b': [
     'ROUNDS = 2',
@@ -17,14 +18,17 @@ RECIPES = {
     'workflows.dapo.expected_rounds = 2',
   ],
   'ppo_qwen2.5_7b': ['train.train.evaluate_every = 0'],
+  'grpo_qwen3_30b_a3b': ['train.train.evaluate_every = 0'],
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', RECIPES)
 def test_a_recipe_trains_a_tiny_model(name, tmp_path):
+  of_experts = 'a3b' in name
+  make = own_data.experts if of_experts else own_data.model
   bindings = [
-    *own_data.bindings(tmp_path / 'data'),
+    *own_data.bindings(tmp_path / 'data', make=make),
     *RECIPES[name],
     'train.train.plan = None',
     'EVAL_BATCH = 6',
@@ -45,4 +49,5 @@ def test_a_recipe_trains_a_tiny_model(name, tmp_path):
     assert not accuracies
   else:
     assert 0.0 <= accuracies[-1] < 0.2  # A new model.
-  assert (folder / 'model/config.json').exists()
+  exported = json.loads((folder / 'model/config.json').read_text())
+  assert exported['model_type'] == ('qwen3_moe' if of_experts else 'qwen2')
