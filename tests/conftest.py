@@ -1,22 +1,8 @@
-"""Eight CPU devices, no network, and names that tell the truth.
+"""Eight CPU devices, no network, and arrays of the dimensions that they say."""
 
-While tests run, every array in `stages` whose name ends in dimension letters is
-checked when its function returns: it must have that rank, and within the
-function each letter has one size. `x_B1D` has three dimensions, the second of
-size one; an integer named by a letter (`T = x.shape[1]`) must agree too, and so
-must the attributes of `self`, such as a flax module's parameters. There is no
-way to opt out.
-
-The check is compiled into `stages` as it is imported. A profiler would see the
-same, but it slows down all of Python (tracing a transformer takes 1.8 times as
-long), sees one thread only and cannot tell returning from raising.
-"""
-
-import ast
 import ctypes
 import functools
 import gc
-import importlib.machinery
 import importlib.metadata
 import json
 import os
@@ -78,6 +64,10 @@ import jax  # noqa: E402
 from jax._src import compilation_cache, compiler  # noqa: E402
 import psutil  # noqa: E402
 import pytest  # noqa: E402
+
+import dimension_letters  # noqa: E402
+
+dimension_letters.install()  # Before anything imports `stages`.
 
 # Most programs are compiled once: to write them fast is worth more than space.
 compilation_cache.zlib = types.SimpleNamespace(
@@ -323,117 +313,3 @@ def pytest_runtest_protocol(item):
 def cpu_seconds():
   """CPU time of this process and of its children that have ended."""
   return sum(os.times()[:4])
-
-
-# Names that tell the truth.
-
-
-SUFFIX = re.compile(r'_([A-Z0-9]*[A-Z][A-Z0-9]*)$')
-
-
-@functools.cache
-def suffix(name) -> str | None:
-  """The dimension letters that a name ends in."""
-  match = SUFFIX.search(name)
-  return match[1] if match else None
-
-
-@functools.cache
-def checked_names(code) -> tuple[list[str], list[str]] | None:
-  """A function's names of one letter, and those that end in letters.
-
-  None if it has nothing to check.
-  """
-  names = code.co_varnames + code.co_cellvars + code.co_freevars
-  letters = [name for name in names if re.fullmatch('[A-Z]', name)]
-  arrays = [name for name in names if suffix(name)]
-  return (letters, arrays) if arrays or 'self' in names else None
-
-
-def check(returned):
-  """Checks the names of the calling function, and returns what it returns."""
-  frame = sys._getframe(1)
-  names = checked_names(frame.f_code)
-  if names is None:
-    return returned
-  values = frame.f_locals
-  letters, arrays = names
-  sizes = {
-    name: (values[name], name)
-    for name in letters
-    if isinstance(values.get(name), int)
-  }
-  named = [(name, values[name]) for name in arrays if name in values]
-  if 'self' in values:
-    attributes = getattr(values['self'], '__dict__', {})
-    named += [(f'self.{name}', x) for name, x in attributes.items()]
-  for name, value in named:
-    letters = suffix(name)
-    # To ask a flax module for an attribute may set it up: ask only of arrays.
-    shape = getattr(value, 'shape', None) if letters else None
-    if not isinstance(shape, tuple):
-      continue
-    where = f'{frame.f_code.co_qualname}: {name} has shape {shape}'
-    if len(letters) != len(shape):
-      raise AssertionError(f'{where}, of another rank than its name.')
-    for letter, size in zip(letters, shape, strict=True):
-      want, source = sizes.setdefault(letter, (size, name))
-      if letter.isdigit():
-        want, source = int(letter), 'its name'
-      if want != size:
-        raise AssertionError(f'{where}, but {letter} is {want} in {source}.')
-  return returned
-
-
-class Returns(ast.NodeTransformer):
-  """Sends what functions return through `check`."""
-
-  def visit_Return(self, node):
-    self.generic_visit(node)
-    node.value = self.checked(node.value or ast.Constant(None))
-    return node
-
-  def visit_Lambda(self, node):
-    self.generic_visit(node)
-    node.body = self.checked(node.body)
-    return node
-
-  def visit_FunctionDef(self, node):
-    self.generic_visit(node)
-    end = ast.Expr(self.checked(ast.Constant(None)))
-    node.body.append(ast.copy_location(end, node.body[-1]))
-    return node
-
-  def checked(self, value):
-    return ast.Call(ast.Name('__check__', ast.Load()), [value], [])
-
-
-class Loader(importlib.machinery.SourceFileLoader):
-  """Loads a module with `check` in it."""
-
-  def source_to_code(self, data, path, **kwargs):
-    tree = ast.fix_missing_locations(Returns().visit(ast.parse(data, path)))
-    return super().source_to_code(tree, path, **kwargs)
-
-  def path_stats(self, path):
-    raise OSError('Checked code stays out of the bytecode cache.')
-
-  def exec_module(self, module):
-    module.__check__ = check
-    super().exec_module(module)
-
-
-class Finder:
-  """Finds the modules of `stages`."""
-
-  @staticmethod
-  def find_spec(name, path=None, target=None):
-    if name.partition('.')[0] != 'stages':
-      return None
-    spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-    if spec and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-      spec.loader = Loader(spec.loader.name, spec.loader.path)
-    return spec
-
-
-sys.meta_path.insert(0, Finder)

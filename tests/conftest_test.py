@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import busy_threads
+import dimension_letters
 from rlinf_jax.config import config
 from tests import conftest
 
@@ -87,7 +88,7 @@ class Holder(nn.Module):
 def probe(tmp_path_factory):
   path = tmp_path_factory.mktemp('probe') / 'probe.py'
   path.write_text(SOURCE)
-  loader = conftest.Loader('probe', str(path))
+  loader = dimension_letters.Loader('probe', str(path))
   spec = importlib.util.spec_from_file_location('probe', path, loader=loader)
   module = importlib.util.module_from_spec(spec)
   loader.exec_module(module)
@@ -171,8 +172,8 @@ def test_other_threads_are_checked(probe):
 def test_every_module_of_stages_is_loaded_by_the_check():
   from stages import metrics
 
-  assert isinstance(metrics.__loader__, conftest.Loader)
-  assert metrics.__check__ is conftest.check
+  assert isinstance(metrics.__loader__, dimension_letters.Loader)
+  assert metrics.__check__ is dimension_letters.check
   assert jax.device_count() == 8
 
 

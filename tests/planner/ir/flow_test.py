@@ -1,5 +1,4 @@
 import functools
-import re
 import types
 
 import jax
@@ -8,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 
-from planner import formatting
 from planner.ir import flow
 import stages
 from stages import workflows
@@ -296,110 +294,3 @@ def test_a_planner_needs_only_the_fields_of_a_stage():
     return state, x.__record__(anything, (x,))
 
   assert names(trace(step)) == ['anything']
-
-
-LISTING = """\
-3 stage calls; a state of 2 arrays, 52 B
-
-stage   grain  reads from         makes                            bytes
-double  row    input              float32[8,2]                     64 B
-pair    row    input, double      y float32[8,2], z 2× float32[8]  128 B
-update  batch  state.v, state.w,  v float32[5,2], w float32[3]     52 B
-               double
-"""
-
-
-def test_a_listing_shows_stage_grain_sources_shapes_and_bytes():
-  pair = stages.Stage(lambda x, y: {'y': x, 'z': (y[:, 0], y[:, 1])}, 'pair')
-  update = stages.Stage(lambda state, x: state, 'update', 'batch')
-
-  def step(state, x):
-    twice = double(x)
-    both = pair(x, twice)
-    return update(state, twice), both
-
-  state = {'w': jnp.zeros(3), 'v': jnp.zeros((5, 2))}
-  assert str(trace(step, state)) == LISTING.rstrip()
-
-
-def test_a_listing_counts_omitted_values():
-  many = stages.Stage(
-    lambda x: (
-      {'a': (x, x[0]), 'b': [x[0]] * 2} | dict.fromkeys('cdef', x[0, 0])
-    ),
-    'many',
-    'batch',
-  )
-  listing = str(trace(lambda state, x: (state, many(x)))).split('\n', 3)[3]
-  assert ' '.join(listing.split()) == (
-    'many batch input a (2 arrays), b 2× float32[2], c float32[], 104 B '
-    'd float32[], and 2 smaller'
-  )
-
-
-def test_a_listing_shows_repeated_calls_once():
-  half = stages.Stage(lambda x: x / 2, 'half')
-
-  def step(state, x):
-    for _ in range(6):
-      x = half(double(x))
-    return state, x
-
-  head, *lines = str(trace(step)).splitlines()
-  assert head.startswith('12 stage calls')
-  # The first `double` reads the input, all others `half`.
-  shown = [line.split()[0] for line in lines[2:]]
-  assert shown == ['double', 'half', 'double', '(the', 'half']
-  assert lines[-2] == '(the last 2 calls: 5 times in all)'
-
-
-def test_a_listing_of_grpo_fits_a_page():
-  lines = str(
-    tiny.trace(grpo(kl_coef=0.1, num_minibatches=2), tiny.problem())
-  ).splitlines()
-  assert max(map(len, lines)) <= 100
-  assert len(lines) <= 40
-
-
-@pytest.mark.parametrize(
-  'n, text',
-  [
-    (0, '0 B'),
-    (1, '1 B'),
-    (1023, '1023 B'),
-    (1024, '1 KiB'),
-    (1536, '1.5 KiB'),
-    (1023 * 1024, '1023 KiB'),
-    (5 * 2**30, '5 GiB'),
-    (2**50, '1024 TiB'),
-  ],
-)
-def test_byte_sizes_are_formatted_with_units(n, text):
-  assert formatting.byte_size(n) == text
-
-
-@pytest.mark.parametrize(
-  ('n', 'text'),
-  [
-    (0.01234, '12.3 ms'),
-    (12.34, '12.3 s'),
-    (999.6, '1,000 s'),
-    (119972.0, '119,972 s'),
-  ],
-)
-def test_seconds_are_never_written_with_an_exponent(n, text):
-  assert formatting.seconds(n) == text
-  assert n < 1 or formatting.digits(n) == text.removesuffix(' s')
-
-
-def test_a_listing_counts_all_bytes():
-  graph = tiny.trace(grpo(kl_coef=0.1), tiny.problem())
-  params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
-  size = sum(x.size * 4 for x in jax.tree.leaves(params))
-  carried = sum(graph.values[start].bytes for start, _ in graph.carry)
-  assert carried == 2 * size + 4  # Actor, reference and the number of steps.
-  (line,) = re.findall('^gradient.*', str(graph), re.M)
-  assert line.endswith(formatting.byte_size(sum(
-    graph.values[v].bytes
-    for node in graph.nodes if node.name == 'gradient' for v in node.writes
-  )))  # fmt: skip

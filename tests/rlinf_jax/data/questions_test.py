@@ -1,8 +1,5 @@
 import json
-import math
 import os
-import pathlib
-import tracemalloc
 
 import jax
 import numpy as np
@@ -97,45 +94,6 @@ def test_only_a_chat_template_writes_control_tokens(chat, folder, tmp_path):
         make()
     else:  # It may be in the chat format already.
       assert len(take(make(), 1)[1]) == 1
-
-
-def test_formats_give_the_same_rows(tmp_path):
-  jsonl = write(tmp_path / 'a.jsonl', [{'prompt': 'a, "b"', 'answer': 7}])
-  table = tmp_path / 'a.csv'
-  table.write_text('prompt,answer\n"a, ""b""",7\n')
-  for path in jsonl, str(table):
-    (read,) = files.read(path)
-    assert (read.prompt, read.answer) == ('a, "b"', '7')
-
-
-def test_a_parquet_file_is_read_or_names_what_it_needs(tmp_path):
-  path = tmp_path / 'a.parquet'
-  try:
-    import pyarrow
-    from pyarrow import parquet
-  except ImportError:
-    path.write_bytes(b'')
-    with pytest.raises(ImportError, match=r'rlinf-jax\[parquet\]'):
-      files.read(str(path))
-    return
-  table = pyarrow.table({'problem': ['a'], 'answer': ['7']})
-  parquet.write_table(table, path)
-  assert files.read(str(path))[0][:2] == ('a', '7')
-  for answer, message in (b'7', 'row 1 has a bytes'), (math.nan, 'no answer'):
-    table = pyarrow.table({'problem': ['a'], 'answer': [answer]})
-    parquet.write_table(table, path)
-    with pytest.raises(ValueError, match=message):
-      files.read(str(path))
-  path.write_bytes(path.read_bytes()[:-8])
-  with pytest.raises(ValueError, match='a.parquet cannot be read as parquet'):
-    files.read(str(path))
-
-
-def test_a_field_that_is_too_long_for_csv_names_its_line(tmp_path):
-  path = tmp_path / 'a.csv'
-  path.write_text(f'prompt,answer\na,1\n{"a" * 200_000},2\n')
-  with pytest.raises(ValueError, match='a.csv line 3 cannot be read as CSV'):
-    files.read(str(path))
 
 
 def test_an_answer_is_what_follows_its_marker(folder):
@@ -320,57 +278,6 @@ def test_long_questions_are_dropped_and_counted(folder, tmp_path, capsys):
     source(folder, train=train, chat=False, drop_long=True, prompt_length=3)
 
 
-BAD_FILES = [
-  ('', 'has no rows'),
-  ('\n\n', 'has no rows'),
-  ('{"prompt": "a", "answer": "1"}\n\n{"prompt": "b"}', 'line 3 has no answer'),
-  ('{"prompt": "a", "answer": null}', 'line 1 has no answer'),
-  ('{"prompt": "a", "answer": "x ####"}', 'line 1 has nothing in'),
-  ('{"prompt": "a", "solution": "1"}', "no column 'answer'.*`solution`"),
-  ('{"ask": "a", "answer": "1"}', 'none of the columns.*`ask`, `answer`'),
-  ('{"prompt": " ", "answer": "1"}', 'line 1 has no question'),
-  ('{"prompt": "a"', 'line 1 is not JSON'),
-  ('[' * 100_000, 'line 1 is not JSON'),
-  (
-    '{"prompt": "a", "answer": 1' + '0' * 5000 + '}',
-    r'bad.jsonl line 1 is not JSON \(Exceeds the limit',
-  ),
-  ('{"prompt": "a", "answer": NaN}', 'line 1 has no answer'),
-  ('[1]', 'line 1 is not a JSON object'),
-  ('{"prompt": "\\ud800", "answer": "1"}', 'line 1 has half of a character'),
-  ('{"messages": [{"role": "me"}], "answer": "1"}', 'a message is'),
-  (
-    '{"messages": [{"role": "assistant", "content": "a"}], "answer": "1"}',
-    'ends with a message of the assistant',
-  ),
-]
-
-
-@pytest.mark.parametrize('text, message', BAD_FILES)
-def test_a_bad_file_is_refused_in_a_sentence(tmp_path, text, message):
-  path = tmp_path / 'bad.jsonl'
-  path.write_text(text)
-  with pytest.raises(ValueError, match=message):
-    files.read(str(path))
-
-
-@pytest.mark.parametrize(
-  'path, error, message',
-  [
-    ('nowhere.jsonl', FileNotFoundError, 'no file nowhere.jsonl'),
-    ('$NO_SUCH_FOLDER/a.jsonl', ValueError, 'variable that is not set'),
-    ('a.xlsx', ValueError, "ends in '.xlsx'"),
-  ],
-)
-def test_a_file_that_cannot_be_is_refused(
-  tmp_path, monkeypatch, path, error, message
-):
-  monkeypatch.chdir(tmp_path)
-  pathlib.Path('a.xlsx').touch()
-  with pytest.raises(error, match=message):
-    files.read(path)
-
-
 BAD_SETTINGS = [
   ({'model': 'plain'}, 'has no chat template'),
   ({'chat': False, 'system_prompt': 'a'}, 'needs the chat template'),
@@ -395,22 +302,3 @@ def test_a_character_that_the_tokenizer_lacks_names_its_line(folder, tmp_path):
   train = write(tmp_path / 'c.jsonl', [{'prompt': 'é', 'answer': '1'}])
   with pytest.raises(ValueError, match="line 1 has .*'é'.*cannot encode"):
     source(folder, train=train, chat=False)
-
-
-def test_texts_survive_as_bytes():
-  texts = ['', 'é ü', '数', 'x' * 30]
-  assert text_arrays.unpack(text_arrays.pack(texts)) == texts
-  rows = text_arrays.Texts(texts)[np.arange(len(texts))]
-  np.testing.assert_array_equal(rows, text_arrays.pack(texts))
-
-
-def test_one_long_answer_takes_no_room_of_others():
-  texts = ['7'] * 4000 + ['x' * 200_000]
-  tracemalloc.start()
-  kept = text_arrays.Texts(texts)
-  batch = kept[[4000, 0]]
-  _, most = tracemalloc.get_traced_memory()
-  tracemalloc.stop()
-  assert text_arrays.unpack(batch) == [texts[-1], '7']
-  assert batch.shape == kept[[0, 1]].shape  # So that a step is compiled once.
-  assert most < 3_000_000
