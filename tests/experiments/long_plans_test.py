@@ -1,12 +1,13 @@
 """`--plan_only` has plans for 7B with long completions, by a recipe alone."""
 
 import json
-import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
+
+import core_only
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -25,7 +26,7 @@ def planned(cluster, tmp_path, *flags):
     cwd=ROOT,
     capture_output=True,
     text=True,
-    env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+    env=core_only.environment() | {'JAX_PLATFORMS': 'cpu'},
   )
   assert done.returncode == 0, done.stdout + done.stderr
   data = json.loads(file.read_text())

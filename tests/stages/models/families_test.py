@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import transformers
 
+import claims
 from stages import base
 from stages.language import huggingface, language_model, sample
 from stages.models import families, transformer
@@ -144,6 +145,16 @@ CASES = {
 }
 
 
+# They differ in all that tells how a row is packed, or what is rounded: groups
+# of queries, windows, experts, caps, the number of layers.
+SOME = (
+  'qwen3, seven queries per key, untied',
+  'qwen3_moe, three of five experts',
+  'gemma2, caps and windows',
+  'gemma3, two ropes, untied',
+)
+
+
 class Case(NamedTuple):
   """The same model in torch and in JAX, and its folder."""
 
@@ -185,6 +196,7 @@ def test_logits_are_those_of_transformers(case):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize('case', claims.some([*CASES], SOME), indirect=True)
 def test_logits_in_bfloat16_are_near_those_in_float32(case):
   config = huggingface.load_config(case.folder, dtype='bfloat16')
   got, want = real_logits(case, config, prompts(config, [11, 7, 1, 4]))
@@ -244,9 +256,17 @@ def test_resumed_rows_see_their_old_tokens_within_the_window(case):
   np.testing.assert_allclose(resumed.logp, whole.logp, rtol=0, atol=1e-5)
 
 
-# Two packed rows, 8 + 7 + 7 + 5 + 7 and 5 + 7 + 1 + 7 + 7: one group in both.
-@pytest.mark.parametrize('packed_tokens', [None, 34], ids=['padded', 'packed'])
-def test_gradients_are_those_of_torch(case, packed_tokens):
+def test_gradients_are_those_of_torch(case):
+  compare_gradients(case)
+
+
+@pytest.mark.parametrize('case', claims.some([*CASES], SOME), indirect=True)
+def test_gradients_of_packed_rows_are_those_of_torch(case):
+  # Two packed rows, 8 + 7 + 7 + 5 + 7 and 5 + 7 + 1 + 7 + 7: one group in both.
+  compare_gradients(case, packed_tokens=34)
+
+
+def compare_gradients(case, packed_tokens=None):
   rng = np.random.default_rng(0)
   lengths, group_size, T = [6, 2, 9], 2, 7
   action = rng.integers(0, case.config.V, (6, T))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import claims
 from planner.costs.decoding import completions
 from stages.language import huggingface, language_model, sample
 from stages.language.decoding import prefill, slot_cache
@@ -36,7 +37,7 @@ def same(got, want):
   alike(got._replace(obs=None), want._replace(obs=None))
 
 
-@pytest.mark.parametrize('slots', [1, 2, 3, 8, B])
+@pytest.mark.parametrize('slots', claims.some([1, 2, 3, 8, B], keep=[1, 3, B]))
 def test_any_number_of_slots_draws_the_tokens_of_a_static_batch(slots):
   got = act(slots=slots)(params(), prompts(), keys())
   want = act()(params(), prompts(), keys())
