@@ -36,7 +36,7 @@ class Stage:
   engine = None
 
 
-class Drawn(NamedTuple):
+class Workload(NamedTuple):
   """A flow and the work of its stages, as `roofline.Roofline` takes them.
 
   Attributes:
@@ -50,8 +50,8 @@ class Drawn(NamedTuple):
   colocated: tuple[tuple[str, ...], ...]
 
 
-class Draft:
-  """A flow that is being drawn: names of values become numbers."""
+class FlowBuilder:
+  """Builds a flow from values by name, which become numbers."""
 
   def __init__(self):
     self.values, self.nodes, self.number = [], [], {}
@@ -62,7 +62,7 @@ class Draft:
     self.values.append(graph.Value(name, shape, dtype, letters))
 
   def parameters(self, name, model, dtype=HALF, copies=1):
-    """All in one array, as wide as the model, which eight can share."""
+    """Adds the parameters of a model: one array, which 8 devices can share."""
     rest = round(model.parameters / (model.L * model.D * 8))
     shape = copies * model.L, model.D, 8, rest
     self.value(name, shape, dtype, ('', 'D', 'F', ''))
@@ -113,25 +113,31 @@ class Draft:
     )
 
 
-def draw(case: published.Case, rows: int, memory: float) -> Drawn:
-  """The flow of a case with so many rows on devices of so much memory."""
+def workload(case: published.Case, rows: int, memory: float) -> Workload:
+  """Returns the workload of a case.
+
+  Args:
+    case: which.
+    rows: of a batch.
+    memory: bytes of a device.
+  """
   if case.flow == 'robot':
     return robot(case, rows)
   return language(case, rows, memory)
 
 
-def language(case, rows: int, memory: float) -> Drawn:
+def language(case, rows: int, memory: float) -> Workload:
   """Generates, infers log-probabilities (and values), learns."""
   model, group = case.model, case.group_size
   lengths = published.lengths(case.tokens, case.max_tokens)
   critic = case.flow == 'ppo'
   models = ('', 'critic_') if critic else ('',)
-  draft = Draft()
-  draft.value('prompts', (rows, PROMPT))
+  builder = FlowBuilder()
+  builder.value('prompts', (rows, PROMPT))
   for who in models:
-    draft.state(who, model)
-  draft.value('x', (rows, math.ceil(lengths.mean())))
-  draft.node(
+    builder.state(who, model)
+  builder.value('x', (rows, math.ceil(lengths.mean())))
+  builder.node(
     Stage('generate', group_size=group),
     ('params', 'prompts'),
     ('x',),
@@ -140,12 +146,12 @@ def language(case, rows: int, memory: float) -> Drawn:
   there = ['x']
   for who in models if case.flow != 'grpo without inference' else ():
     inferred = f'{who}inferred'
-    draft.value(inferred, (rows, math.ceil(lengths.mean())))
+    builder.value(inferred, (rows, math.ceil(lengths.mean())))
     stage = Stage(f'{who}infer', group_size=group)
-    draft.node(stage, (f'{who}params', 'x'), (inferred,), ('x',))
+    builder.node(stage, (f'{who}params', 'x'), (inferred,), ('x',))
     there.append(inferred)
   for who in models:
-    draft.learner(who, model, tuple(there), group)
+    builder.learner(who, model, tuple(there), group)
   works = {'generate': generation(model, lengths, group, memory)}
   for who in models:
     works |= {
@@ -154,7 +160,7 @@ def language(case, rows: int, memory: float) -> Drawn:
       f'{who}apply': update(model),
     }
   together = tuple((f'{who}train', f'{who}apply') for who in models)
-  return Drawn(draft.flow(('prompts',), models), works, together)
+  return Workload(builder.flow(('prompts',), models), works, together)
 
 
 def forward(model, lengths, rows: int, passes: int = 1) -> StageWork:
@@ -250,7 +256,7 @@ class Steps:
     return NONE
 
 
-def robot(case, rows: int) -> Drawn:
+def robot(case, rows: int) -> Workload:
   """A simulator and a policy take turns; then the policy learns from all steps.
 
   `BLOCKS` blocks stand for the steps: each is as many steps of the policy, then
@@ -259,22 +265,22 @@ def robot(case, rows: int) -> Drawn:
   """
   model, steps = case.model, published.STEPS[case.env]
   block = steps / BLOCKS
-  draft = Draft()
+  builder = FlowBuilder()
   pixels, motion = (rows, 224, 224, 3), (rows, 56)
-  draft.value('obs0', pixels, np.dtype('uint8'))
-  draft.state('', model)
+  builder.value('obs0', pixels, np.dtype('uint8'))
+  builder.state('', model)
   for t in range(BLOCKS):
-    draft.value(f'action{t}', motion)
-    draft.value(f'obs{t + 1}', pixels, np.dtype('uint8'))
+    builder.value(f'action{t}', motion)
+    builder.value(f'obs{t + 1}', pixels, np.dtype('uint8'))
     obs, action = f'obs{t}', f'action{t}'
-    draft.node(Stage('act'), ('params', obs), (action,), (obs,))
-    draft.node(
+    builder.node(Stage('act'), ('params', obs), (action,), (obs,))
+    builder.node(
       Stage('simulate'), (obs, action), (f'obs{t + 1}',), (obs, action)
     )
   steps_read = [
     f'{what}{t}' for t in range(BLOCKS) for what in ('obs', 'action')
   ]
-  draft.learner('', model, (*steps_read, f'obs{BLOCKS}'), case.group_size)
+  builder.learner('', model, (*steps_read, f'obs{BLOCKS}'), case.group_size)
   tokens = np.array([case.tokens])
   one = forward(model, tokens, rows)
   if case.env == 'maniskill':
@@ -289,5 +295,5 @@ def robot(case, rows: int) -> Drawn:
   works = {
     'act': act, 'simulate': simulate, 'train': train, 'apply': update(model)
   }  # fmt: skip
-  flow = draft.flow(('obs0',), ('',))
-  return Drawn(flow, works, (('train', 'apply'),))
+  flow = builder.flow(('obs0',), ('',))
+  return Workload(flow, works, (('train', 'apply'),))

@@ -62,18 +62,20 @@ def hardware() -> cluster_lib.Cluster:
     return config.call(cluster_lib.Cluster)
 
 
-def spaces(devices: int, drawn: flows.Drawn) -> dict[str, space_lib.Space]:
+def spaces(
+  devices: int, workload: flows.Workload
+) -> dict[str, space_lib.Space]:
   """The plans of every mode, which is how many places there are.
 
   Temporal is one place, spatial a place for each stage, hybrid what is between.
   """
-  n = len(grouping.groups(drawn.flow, drawn.colocated))
+  n = len(grouping.groups(workload.flow, workload.colocated))
   some = functools.partial(
     space_lib.Space,
     devices,
     unit=max(1, devices // SHARES),
     pieces=PIECES,
-    colocated=drawn.colocated,
+    colocated=workload.colocated,
   )
   found = {
     'temporal': some(max_places=1),
@@ -100,16 +102,16 @@ def replay(case: published.Case, devices: int, engine=True) -> Replay:
     num_devices=devices,
     devices_per_node=min(devices, there.devices_per_node),
   )
-  drawn = flows.draw(case, case.rows[at], there.device.memory_bytes)
-  if 'generate' in drawn.works and not engine:
-    drawn.works['generate'] = _all_at_once(drawn.works['generate'])
-  model = roofline.Roofline(drawn.flow, drawn.works, there, RULES)
+  workload = flows.workload(case, case.rows[at], there.device.memory_bytes)
+  if 'generate' in workload.works and not engine:
+    workload.works['generate'] = _all_at_once(workload.works['generate'])
+  model = roofline.Roofline(workload.flow, workload.works, there, RULES)
   seconds, plans = {}, {}
-  for mode, space in spaces(devices, drawn).items():
-    found = exact.search(drawn.flow, model, space, keep=1)
+  for mode, space in spaces(devices, workload).items():
+    found = exact.search(workload.flow, model, space, keep=1)
     if found.best is not None:
       seconds[mode] = float(found.seconds)
-      plans[mode] = overview.one_line(drawn.flow, found.best)
+      plans[mode] = overview.one_line(workload.flow, found.best)
   tried = [mode for mode in case.tried if mode in seconds]
   others = [seconds[mode] for mode in tried if mode != 'temporal']
   return Replay(

@@ -71,8 +71,8 @@ def test_lengths_have_the_published_mean_and_most(case):
 
 
 def test_modes_are_numbers_of_places():
-  drawn = flows.draw(CASES['GRPO, Qwen2.5-7B'], 512, 80e9)
-  spaces = replay.spaces(64, drawn)
+  workload = flows.workload(CASES['GRPO, Qwen2.5-7B'], 512, 80e9)
+  spaces = replay.spaces(64, workload)
   assert {mode: (s.min_places, s.max_places) for mode, s in spaces.items()} == {
     'temporal': (1, 1),
     'spatial': (3, 3),
@@ -82,8 +82,8 @@ def test_modes_are_numbers_of_places():
 
 def test_models_are_as_large_as_published():
   for case in published.CASES:
-    drawn = flows.draw(case, case.rows[0], 80e9)
-    (params,) = [v for v in drawn.flow.values if v.name == 'params']
+    workload = flows.workload(case, case.rows[0], 80e9)
+    (params,) = [v for v in workload.flow.values if v.name == 'params']
     size = np.prod(params.shape) / case.model.parameters
     assert size == pytest.approx(1, rel=1e-3)
 

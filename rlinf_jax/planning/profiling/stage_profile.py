@@ -51,7 +51,7 @@ def measure(
     store: earlier measurements.
     rules: mesh axes of each letter.
   """
-  nodes = worth(flow, model)
+  nodes = calls_to_measure(flow, model)
   plans = {name: _Case(flow, node, model) for name, node in nodes.items()}
   known = {name: store.get(plan.what) for name, plan in plans.items()}
   missing = {name for name, found in known.items() if found is None}
@@ -89,7 +89,7 @@ def fits(flow: graph_lib.Flow) -> bool:
   return carried <= FILL * machine_profile.memory()
 
 
-def worth(
+def calls_to_measure(
   flow: graph_lib.Flow, model: roofline.Roofline
 ) -> dict[str, graph_lib.Node]:
   """Returns the stages that matter, each as its call with the most rows.
