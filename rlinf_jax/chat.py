@@ -27,10 +27,10 @@ LENGTH = flags.DEFINE_integer(
   'length', 256, 'Most tokens of an answer.', 1, LONGEST
 )
 TEMPERATURE = flags.DEFINE_float(
-  'temperature', 0.0, 'Of sampling; 0 for the likeliest token.', 0.0, 1e3
+  'temperature', 0.0, 'Temperature; 0 takes the likeliest token.', 0.0, 1e3
 )
 flags.register_validator(TEMPERATURE, math.isfinite, 'It must be a number.')
-SEED = flags.DEFINE_integer('seed', 0, 'Of sampling.', 0, 2**63 - 1)
+SEED = flags.DEFINE_integer('seed', 0, 'Seed of sampling.', 0, 2**63 - 1)
 STEP = 128  # Prompts are padded to multiples, so that few lengths compile.
 
 

@@ -38,13 +38,13 @@ RESPONSE_LENGTH = flags.DEFINE_integer(
   'response_length', 256, 'Most tokens of a reply.', 1, LONGEST
 )
 PROMPT_LENGTH = flags.DEFINE_integer(
-  'prompt_length', 2048, 'Most tokens of a conversation before it.', 16, LONGEST
+  'prompt_length', 2048, 'Most tokens before a reply.', 16, LONGEST
 )
 FORMAT = flags.DEFINE_enum(
   'tool_format', 'hermes', list(FORMATS), 'How the model writes tool calls.'
 )
 ENGINE = flags.DEFINE_enum(
-  'engine', 'jax', list(MAX_ROWS), 'What generates: JAX, or vLLM.'
+  'engine', 'jax', list(MAX_ROWS), 'Engine that generates the replies.'
 )
 ROWS = flags.DEFINE_integer(
   'max_rows',

@@ -1,6 +1,7 @@
 """--help: it ends without an error, and its examples can be pasted."""
 
 import copy
+import importlib
 import pathlib
 import shlex
 import subprocess
@@ -50,12 +51,20 @@ def test_an_example_has_known_flags_files_and_settings(words, monkeypatch):
     grid.parse_over(over)
 
 
+@pytest.mark.parametrize('name', [main.__name__, 'rlinf_jax.sweep.__main__'])
+def test_help_lists_the_flags_of_a_program(name):
+  importlib.import_module(name)
+  listed = {flag.name for flag in flags.FLAGS.get_key_flags_for_module(name)}
+  assert listed >= {'gin_file', 'gin_bindings', 'workdir'}
+  assert ('over' in listed) == ('sweep' in name)
+
+
 @pytest.mark.parametrize(
   ('program', 'flag'),
   claims.some(
     [
-      *(('main', '--help'), ('chat', '--help'), ('sweep', '--helpfull')),
-      *(('serve', '--help'), ('recipes.tiny_vla', '--help')),
+      *(('main', '--help'), ('chat', '--help'), ('sweep', '--help')),
+      *(('serve', '--help'), ('prepare.tiny_vla', '--help')),
     ],
     keep=[('main', '--help'), ('chat', '--help')],
   ),
