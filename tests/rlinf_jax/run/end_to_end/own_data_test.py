@@ -164,13 +164,18 @@ def test_bad_input_ends_in_a_sentence_and_leaves_nothing(
 
 def test_the_documented_python_trains_on_files(folder, tmp_path):
   model = str(folder / 'chat/warm_start/model')
-  program = f"""{block('python')}
+  text = block('python')
+  assert sum(bool(line) for line in text.splitlines()) <= 12
+  template = r'{prompt} Answer in \boxed{}.'
+  files = {'train': 'train.jsonl', 'held_out': 'test.jsonl'}
+  program = f"""{text}
+import functools
 result = train_on_questions(
   {model!r},
-  {str(tmp_path / 'run')!r},
+  {files | {'template': template}},
+  workdir={str(tmp_path / 'run')!r},
   steps=2,
-  train='train.jsonl',
-  held_out='test.jsonl',
+  export=functools.partial(huggingface.export, checkpoint={model!r}),
 )
 assert result.steps == 2
 """
@@ -184,3 +189,4 @@ assert result.steps == 2
   )
   assert done.returncode == 0, done.stderr
   assert (tmp_path / 'run/report.html').exists()
+  assert (tmp_path / 'run/model/config.json').exists()
