@@ -14,7 +14,7 @@ class Device:
   """An accelerator, or a share of a processor that is used as one.
 
   Attributes:
-    name: a name for people.
+    name: shown in reports.
     matmul_flops: peak operations per second of dense matrix products, by type
       of the operands.
     vector_flops: peak operations per second of all other arithmetic.
@@ -27,8 +27,7 @@ class Device:
     host_latency_seconds: time until the first byte of an array moves to or from
       the host's memory; None if it is `launch_seconds`.
     platform: JAX's name of its kind, such as 'tpu', by which models choose
-      kernels; None if they have none for it but those of the process that
-      plans.
+      kernels; None for the kind that the process that plans runs on.
     clock_hertz: cycles per second, to read the estimates of its compiler in;
       None where that has none.
   """

@@ -24,7 +24,7 @@ from stages.models.control import (
 
 
 class Denoising(NamedTuple):
-  """An action of a flow-matching policy, and how it came about.
+  """An action of a flow-matching policy, and the steps that led to it.
 
   Attributes:
     path: the chunk of actions before the first step, which is noise, and after
@@ -69,8 +69,8 @@ class Exploration:
       stochastic differential equation, and the others follow the velocity.
       'noise' for Flow-Noise: each step adds noise, whose size is learned.
     noise_level: a of Flow-SDE's σ = a √(t / (1 − t)).
-    least_std: least standard deviation of a step of Flow-Noise.
-    most_std: greatest, likewise.
+    least_std: least standard deviation of the noise of a step of Flow-Noise.
+    most_std: greatest standard deviation, likewise.
     mean_over_steps: whether the log-probability of Flow-Noise is the mean over
       the initial noise and all steps, as in RLinf, rather than their sum, which
       is the log-density of the path.
@@ -327,7 +327,7 @@ def _take(path, k):
 
 
 class Velocity(nn.Module):
-  """The velocity, and what the noise of Flow-Noise follows from.
+  """The velocity, and the output that gives the noise of Flow-Noise.
 
   The last layer starts small: actions are noise to begin with.
 
