@@ -18,6 +18,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 BINDINGS = (
   'STEPS = 3',
   'imitate/train.train.steps = 2',
+  'warm_start.checkpoint.layers = 1',
   'GROUP = 4',
   "train.train.plan = {'micro_batch': {'gradient': 8}}",
   'arithmetic.problems.batch_size = 4',

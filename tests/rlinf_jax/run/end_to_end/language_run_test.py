@@ -190,7 +190,7 @@ def test_an_interrupted_run_writes_a_checkpoint_and_resumes_from_it(
     return metrics.exists() and '"step": 2' in metrics.read_text()
 
   assert killed(folder, model, after_two, how=how) == 130
-  done = run(folder, model, resume=True)
+  done = here(folder, model, resume=True)
   assert done.returncode == 0, done.stderr
   start = int(re.search(r'10, resumed after (\d+)', done.stdout)[1])
   assert start >= 2
@@ -233,10 +233,10 @@ def test_a_finished_run_is_not_run_again(uninterrupted, model):
   assert (folder / 'metrics.jsonl').read_bytes() == before
 
 
-def refused(folder, model, *more, message, how=here):
+def refused(folder, model, *more, message):
   """Checks that a run fails with a message and leaves no new folder."""
   existed = folder.exists()
-  done = how(folder, model, *more)
+  done = here(folder, model, *more)
   assert done.returncode == 1, done.stdout + done.stderr
   assert re.search(message, done.stderr), done.stderr
   assert 'Traceback' not in done.stderr
@@ -281,7 +281,7 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused(model, tmp_path):
 
 def test_a_refused_recipe_leaves_no_warm_start_behind(tmp_path):
   wrong, message = 'STPES = 3', 'STPES.*STEPS'
-  refused(tmp_path / 'run', None, wrong, message=message, how=run)
+  refused(tmp_path / 'run', None, wrong, message=message)
 
 
 def test_a_full_disk_is_reported_and_the_last_checkpoint_stays(

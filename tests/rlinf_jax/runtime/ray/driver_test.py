@@ -56,6 +56,7 @@ THREE = {
 }
 
 
+@functools.cache
 def grpo(staleness=0):
   return workflows.grpo(
     tiny.policy(),
@@ -67,6 +68,7 @@ def grpo(staleness=0):
   )
 
 
+@functools.cache
 def flows(staleness=0):
   """Recorded by every process."""
   workflow = grpo(staleness)
@@ -187,6 +189,7 @@ def test_all_processes_follow_the_order_of_a_plan(runtimes):
   local_.close()
 
 
+@functools.cache
 def dapo():
   return workflows.dapo(
     tiny.policy(),
@@ -399,7 +402,7 @@ def test_deaths_at_any_moment_change_nothing(runtimes, deaths):
 
 
 @pytest.mark.parametrize(
-  'staleness, deaths', claims.some([(0, 4), (1, 4), (1, 2)], keep=[(1, 2)])
+  'staleness, deaths', claims.some([(0, 4), (1, 4), (1, 1)], keep=[(1, 1)])
 )
 def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
   runtimes, staleness, deaths
