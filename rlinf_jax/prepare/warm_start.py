@@ -20,7 +20,7 @@ from stages.models import transformer
 def checkpoint(
   workdir: str,
   *,
-  given: str | None = None,
+  pretrained: str | None = None,
   corpus: Callable[[], Sequence[str]],
   vocabulary: ranges.PositiveInt,
   width: ranges.PositiveInt,
@@ -35,7 +35,7 @@ def checkpoint(
 
   Args:
     workdir: the run folder; the checkpoint is `workdir`/warm_start/model.
-    given: an existing checkpoint, which is used instead.
+    pretrained: an existing checkpoint, which is used instead.
     corpus: returns the text that the tokenizer is trained on.
     vocabulary: maximum size of the vocabulary.
     width: of the residual stream.
@@ -46,8 +46,8 @@ def checkpoint(
     rope_theta: θ of the rotary embedding.
     seed: of the initial weights.
   """
-  if given:
-    return given
+  if pretrained:
+    return pretrained
   model = pathlib.Path(workdir) / 'warm_start' / 'model'
   if (model / 'config.json').exists():
     return str(model)
@@ -72,14 +72,14 @@ def checkpoint(
   return str(model)
 
 
-def cloned(workdir: str, *, given: str | None = None) -> str:
+def cloned(workdir: str, *, pretrained: str | None = None) -> str:
   """The folder of the initial robot policy, which `warm_up` makes.
 
   Args:
     workdir: the run folder.
-    given: an existing policy, which is used instead.
+    pretrained: an existing policy, which is used instead.
   """
-  return given or str(pathlib.Path(workdir) / 'warm_start' / 'model')
+  return pretrained or str(pathlib.Path(workdir) / 'warm_start' / 'model')
 
 
 class Train(Protocol):
@@ -91,7 +91,7 @@ class Train(Protocol):
 def warm_up(
   workdir: str,
   *,
-  given: str | None = None,
+  pretrained: str | None = None,
   train: Train,
   seed: ranges.NonNegativeInt,
 ):
@@ -99,11 +99,11 @@ def warm_up(
 
   Args:
     workdir: the run folder; the warm-up's is `workdir`/warm_start.
-    given: an existing checkpoint, which needs no warm-up.
+    pretrained: an existing checkpoint, which needs no warm-up.
     train: `train.train`, configured for imitation; the run starts from its
       export.
     seed: of the run.
   """
-  if given:
+  if pretrained:
     return
   train(workdir=f'{workdir}/warm_start', seed=seed, resume=True)

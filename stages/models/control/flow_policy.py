@@ -69,8 +69,8 @@ class Exploration:
       stochastic differential equation, and the others follow the velocity.
       'noise' for Flow-Noise: each step adds noise, whose size is learned.
     noise_level: a of Flow-SDE's σ = a √(t / (1 − t)).
-    least_std: least standard deviation of the noise of a step of Flow-Noise.
-    most_std: greatest standard deviation, likewise.
+    min_std: least standard deviation of the noise of a step of Flow-Noise.
+    max_std: greatest standard deviation, likewise.
     mean_over_steps: whether the log-probability of Flow-Noise is the mean over
       the initial noise and all steps, as in RLinf, rather than their sum, which
       is the log-density of the path.
@@ -78,8 +78,8 @@ class Exploration:
 
   kind: Literal['sde', 'noise'] = 'sde'
   noise_level: ranges.PositiveFloat = 0.5
-  least_std: ranges.PositiveFloat = 0.08
-  most_std: ranges.PositiveFloat = 0.16
+  min_std: ranges.PositiveFloat = 0.08
+  max_std: ranges.PositiveFloat = 0.16
   mean_over_steps: bool = False
 
   def __post_init__(self):
@@ -87,10 +87,10 @@ class Exploration:
       raise ValueError(
         f"`kind` of exploration must be 'sde' or 'noise', and is {self.kind!r}."
       )
-    if self.least_std > self.most_std:
+    if self.min_std > self.max_std:
       raise ValueError(
-        f'Standard deviations from {self.least_std} to {self.most_std} are '
-        'none: make `least_std` the smaller one.'
+        f'Standard deviations from {self.min_std} to {self.max_std} are '
+        'none: make `min_std` the smaller one.'
       )
 
 
@@ -246,7 +246,7 @@ def _distribution(exploration: Exploration, num_steps: int, x, predicted, k):
   if exploration.kind == 'sde':
     return flow_matching.sde_step(x, v, k, num_steps, exploration.noise_level)
   log_std = flow_matching.bounded_log_std(
-    spread, exploration.least_std, exploration.most_std
+    spread, exploration.min_std, exploration.max_std
   )
   return flow_matching.euler_step(x, v, num_steps), jnp.exp(log_std)
 

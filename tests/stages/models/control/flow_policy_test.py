@@ -136,8 +136,8 @@ def test_env_actions_are_chunks_within_bounds():
 def test_unknown_exploration_is_refused():
   with pytest.raises(ValueError, match="'sde' or 'noise', and is 'ode'"):
     flow_policy.Exploration('ode')
-  with pytest.raises(ValueError, match='make `least_std` the smaller'):
-    flow_policy.Exploration('noise', least_std=0.2)
+  with pytest.raises(ValueError, match='make `min_std` the smaller'):
+    flow_policy.Exploration('noise', min_std=0.2)
 
 
 def test_a_chunk_is_an_action_and_those_that_follow_it():

@@ -68,7 +68,7 @@ def test_actions_are_scored_as_they_were_recorded(adaptive):
 
 
 def test_flow_noise_scores_each_step_by_a_deviation_within_its_range():
-  exploration = flow_policy.Exploration('noise', least_std=0.1, most_std=0.4)
+  exploration = flow_policy.Exploration('noise', min_std=0.1, max_std=0.4)
   made = policy(adaptive=True, exploration=exploration)
   params = made.init(KEY)
   _, obs = ENV.init(jnp.arange(B))
