@@ -86,7 +86,8 @@ def grid(over: Iterable[str], workdir: str | os.PathLike) -> list[Point]:
     if folder in points or len(set(names)) < len(names):
       raise ValueError(
         f'Two points of the grid have the name {folder}: give every --over a '
-        'different parameter, and list each value once.'
+        'different parameter, list each value once, and let texts differ in '
+        'letters or digits, as names of folders have no / or spaces.'
       )
     points[folder] = point
   return list(points.values())

@@ -105,3 +105,8 @@ def test_a_grid_of_too_many_points_is_refused_before_it_is_built():
   with pytest.raises(ValueError, match=r'has 100,000,000,000,000 points'):
     grid.grid(axes, 'runs')
   assert len(grid.grid(axes[:2], 'runs')) == 10_000
+
+
+def test_texts_that_folders_cannot_tell_apart_are_refused_with_the_reason():
+  with pytest.raises(ValueError, match='let texts differ in letters or digits'):
+    grid.grid(["MODEL = ['a/b', 'a b']"], 'runs')
