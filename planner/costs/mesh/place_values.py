@@ -3,6 +3,7 @@
 import collections
 from collections.abc import Callable, Iterable
 import functools
+import operator
 
 import numpy as np
 
@@ -69,14 +70,41 @@ class PlaceValues:
     for v in twice:
       if v in accesses:
         alike[lives.get(v, precedence.during(accesses[v]))].append(v)
+    self._kind, self._kinds = flow.value_kinds
+    single = {v: x for v, x in lives.items() if v not in {*twice}}
+    lines = self._succession(single, accesses, precedence)
     self._between = [
-      [v for during, some in alike.items() if during >> i & 1 for v in some]
+      _one_of_each(
+        (v for during, some in alike.items() if during >> i & 1 for v in some),
+        lines,
+      )
       for i in self.here
     ]
-    self._kind, self._kinds = flow.value_kinds
     self.away = functools.cache(self._away)
     self.streamed = functools.cache(self._streamed)
     self.counts = functools.cache(self._counts)
+
+  def _succession(self, lives, accesses, precedence) -> dict[int, int]:
+    """Returns the line of values in which one follows another, by its first.
+
+    A value follows another of its kind that has certainly gone before it is
+    made, such as the gradient of the next minibatch. So one of a line is there
+    at a time, though each may be there during the same call.
+    """
+    line_of, latest = {}, collections.defaultdict(list)
+    for v in sorted(accesses.keys() & lives, key=lambda v: min(accesses[v])):
+      if lives[v] != precedence.during(accesses[v]):
+        continue  # It stays until the end.
+      since = functools.reduce(
+        operator.and_, (precedence.before[i] for i in accesses[v])
+      )
+      used = sum(1 << i for i in accesses[v])
+      lines = latest[self._kind[v]]
+      gone = (line for line in lines if not line[1] & ~since)
+      if (line := next(gone, None)) is None:
+        lines.append(line := [v, used])
+      line_of[v], line[1] = line[0], used
+    return line_of
 
   def _away(self, offload: tuple[str, ...]) -> set[int]:
     """Returns carried values that are in host memory while unused."""
@@ -146,6 +174,17 @@ class PlaceValues:
     resident, *each = (n @ local for n in self.counts(offload))
     pairs = zip(*(some.tolist() for some in each), strict=True)
     return float(resident), list(pairs)
+
+
+def _one_of_each(values: Iterable[int], lines: dict[int, int]) -> list[int]:
+  """Returns one value of each line, and all values that are in none."""
+  found, there = [], set()
+  for v in values:
+    line = lines.get(v)
+    if line is None or line not in there:
+      found.append(v)
+      there.add(line)
+  return found
 
 
 def _accesses(flow, here) -> dict[int, tuple[int, ...]]:

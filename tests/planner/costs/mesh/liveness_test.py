@@ -76,3 +76,20 @@ def test_memory_is_enough_in_any_order_of_calls(num_minibatches, seed):
     for name, size in held(cut, programs[place], starts).items():
       most = needed.get(name, max(needed.values()))  # Of splits, joins, sums.
       assert size <= most * 1.005 + 64, (place, name)  # And single numbers.
+
+
+def test_gradients_of_minibatches_are_there_one_after_another():
+  # Others may run at any time beside them, such as what measures a rollout.
+  flow = lowered_flows.grpo(0.1, 4)
+  stages = dict.fromkeys(flow.stages, 'learner') | {'generate': 'actor'}
+  places = {
+    name: plan_lib.Placement((i,))
+    for i, name in enumerate(('actor', 'learner'))
+  }
+  chosen = plan_lib.Plan(places, stages)
+  alive = memory.MemoryModel({}, None).alive(flow, chosen, 'learner')
+  gradients = [node for node in flow.nodes if node.name == 'gradient']
+  made = {v for node in gradients for v in node.writes}
+  size = lambda values: sum(flow.values[v].bytes for v in values)
+  most = max(size(made.intersection(values)) for values in alive.values())
+  assert len(gradients) == 4 and most == size(gradients[0].writes)
