@@ -50,11 +50,14 @@ def runners_up(data: Mapping[str, Any]) -> list[str]:
   """Lists the plans after the fastest, and why they are slower."""
   lines = []
   for entry in data['ranked'][1:]:
-    lines.append(
-      f'  {100 * entry["relative_slowdown"]:+.1f} %  {entry["summary"]}'
-    )
+    lines.append(f'  {slower(entry)}')
     lines.append(f'          {entry["reason"]}')
   return ['The next fastest of the simulated plans:', *lines] if lines else []
+
+
+def slower(entry: Mapping[str, Any]) -> str:
+  """Names a plan, after how much longer than the fastest its steps take."""
+  return f'{100 * entry["relative_slowdown"]:+.1f} %  {entry["summary"]}'
 
 
 def comparisons(data: Mapping[str, Any]) -> list[str]:

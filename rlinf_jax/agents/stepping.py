@@ -177,10 +177,11 @@ class Steps:
 
     Their steps that are under way go on, and nothing keeps their answers.
     """
+    dropped = {*ids}
     with self._lock:
-      for id_ in ids:
+      for id_ in dropped:
         self._live.pop(id_, None)
-      for turn in [turn for turn in self._calls if turn.id in {*ids}]:
+      for turn in [turn for turn in self._calls if turn.id in dropped]:
         del self._calls[turn]
 
   def _keep(self, id_: bytes, result: _Stepped):

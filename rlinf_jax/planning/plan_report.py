@@ -196,15 +196,15 @@ def _compile(
     topology,
     choice.refused,
     [
-      (_slower(flow, plan, seconds / choice.result.seconds), found)
+      (
+        overview.one_line(flow, plan),
+        seconds / choice.result.seconds - 1,
+        found,
+      )
       for plan, seconds, found in choice.runners_up
     ],
   )
   return choice.result, choice.ranked, others, compiled
-
-
-def _slower(flow, plan, ratio: float) -> str:
-  return f'{100 * (ratio - 1):+.1f} %  {overview.one_line(flow, plan)}'
 
 
 def _others(result, own, ranked, theirs):

@@ -97,12 +97,10 @@ def results(
 
 
 def _by_task(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-  """Removes the values of tasks, 'TASK/metric'; returns them by task."""
-  tasks = {}
-  for name in [name for name in values if '/' in name]:
-    task, _, metric = name.rpartition('/')
-    tasks.setdefault(task, {})[metric] = values.pop(name)
-  return tasks
+  """Removes the scores of tasks, 'TASK/success_once'; returns them by task."""
+  score = 'success_once'
+  tasks = [x for x in values if x.endswith(f'/{score}')]
+  return {x.removesuffix(f'/{score}'): {score: values.pop(x)} for x in tasks}
 
 
 def _results(info: base.Info) -> dict[str, Any]:

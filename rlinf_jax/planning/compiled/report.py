@@ -5,6 +5,7 @@ import re
 from typing import Any
 
 from planner import formatting
+from planner.explain import report_text
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import topology as topology_lib
 
@@ -32,7 +33,7 @@ def to_data(
   compiled: plan_compiler.CompiledPlan,
   topology: topology_lib.Topology,
   refused: Sequence[tuple[Any, str]] = (),
-  runners_up: Sequence[tuple[str, plan_compiler.CompiledPlan]] = (),
+  runners_up: Sequence[tuple[str, float, plan_compiler.CompiledPlan]] = (),
 ) -> dict[str, Any]:
   """Returns what the compiler says of a plan, as data for JSON.
 
@@ -40,7 +41,8 @@ def to_data(
     compiled: the plan.
     topology: the devices.
     refused: faster plans that the compiler refused, and why.
-    runners_up: slower plans that were compiled, too, each after its summary.
+    runners_up: slower plans that were compiled, too, each after its summary
+      and by which part its steps take longer than those of `compiled`.
   """
   stages = [_stage(stage) for stage in compiled.stages]
   largest = max((stage['memory']['needed'] for stage in stages), default=0)
@@ -58,10 +60,11 @@ def to_data(
     'runners_up': [
       {
         'summary': summary,
+        'relative_slowdown': slowdown,
         'refusal': found.refusal,
         'stages': [_stage(stage) for stage in found.stages],
       }
-      for summary, found in runners_up
+      for summary, slowdown, found in runners_up
     ],
   }
 
@@ -119,7 +122,7 @@ def text(data: Mapping[str, Any] | None) -> list[str]:
     if other['refusal']:
       lines += [f'A slower plan was refused: {other["refusal"]}', '']
     else:
-      lines += [f'A slower plan, compiled: {other["summary"]}']
+      lines += [f'A slower plan, compiled: {report_text.slower(other)}']
       lines += [*_table(other['stages']), '']
   return lines
 

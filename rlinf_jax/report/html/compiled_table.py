@@ -5,6 +5,7 @@ import html
 from typing import Any
 
 from planner import formatting
+from planner.explain import report_text
 from rlinf_jax.report.html import page
 
 
@@ -27,7 +28,7 @@ def section(data: Mapping[str, Any]) -> str:
 
 
 def _runner_up(data: Mapping[str, Any]) -> str:
-  summary = html.escape(data['summary'])
+  summary = html.escape(report_text.slower(data))
   if data['refusal']:
     refusal = f'<p>{html.escape(data["refusal"])}</p>'
     return page.card('A slower plan, refused', summary, refusal, '', 'whole')

@@ -89,7 +89,8 @@ def test_plans_after_the_fastest_are_compiled_if_asked_for(
   assert [s['name'] for s in accepted['stages']] == ['gradient', 'apply']
   assert not data['compiled']['refused']
   assert 'A slower plan was refused: Ran out of <memory>.' in text
-  assert f'A slower plan, compiled: {accepted["summary"]}' in text
+  line = f'{100 * accepted["relative_slowdown"]:+.1f} %  {accepted["summary"]}'
+  assert f'A slower plan, compiled: {line}' in text
   assert 'A slower plan, refused' in page and 'of &lt;memory&gt;.' in page
   assert 'A slower plan, as compiled' in page
 
