@@ -1,4 +1,6 @@
-"""Formats bytes and seconds for people, to three digits."""
+"""Formats bytes, seconds and choices for people, numbers to three digits."""
+
+from collections.abc import Sequence
 
 UNITS = ('B', 'KiB', 'MiB', 'GiB', 'TiB')
 
@@ -23,3 +25,9 @@ def seconds(n: float) -> str:
     if n * times >= 0.9995:
       return f'{digits(n * times)} {unit}'
   return f'{n * 1e6:.3g} µs' if n else '0 s'
+
+
+def choices(values: Sequence[int]) -> str:
+  """Joins alternatives: `1, 2 or 4`."""
+  *most, last = map(str, values)
+  return f'{", ".join(most)} or {last}' if most else last

@@ -119,15 +119,28 @@ def check_messages(env: TextEnv, method: str, messages: Sequence[Message]):
   for message in messages:
     # A message that calls tools may have no content, by OpenAI's format.
     has_content = isinstance(message, Mapping) and (
-      isinstance(message.get('content'), str | Sequence)
-      or bool(message.get('tool_calls'))
+      _is_text(message.get('content'))
+      or (message.get('content') is None and bool(message.get('tool_calls')))
     )
     if not has_content or not isinstance(message.get('role'), str):
       raise ValueError(
         f'{type(env).__name__}.{method} returned the message '
         f'{repr(message):.200}, which lacks a role or a content: return '
-        "{'role': …, 'content': …} with texts, such as an empty one."
+        "{'role': …, 'content': …} with texts, such as an empty one, or with a "
+        "list of parts {'type': 'text', 'text': …}."
       )
+
+
+def _is_text(content: Any) -> bool:
+  """Whether the content of a message is a text, or a list of such parts."""
+  if isinstance(content, str):
+    return True
+  return isinstance(content, Sequence) and all(
+    isinstance(part, Mapping)
+    and part.get('type') == 'text'
+    and isinstance(part.get('text'), str)
+    for part in content
+  )
 
 
 def role_number(names: Sequence[str], name: str) -> int:

@@ -164,10 +164,18 @@ def prompt(
       what it reads before its first turn.
   """
   if not chat:
-    return ''.join(message['content'] for message in messages)
+    return ''.join(map(_content, messages))
   return _template(
     tokenizer, messages, tools=list(tools) or None, has_turn=has_turn
   )
+
+
+def _content(message: base.Message) -> str:
+  """The content of a message as one text, also of several parts."""
+  content = message.get('content') or ''
+  if isinstance(content, str):
+    return content
+  return ''.join(part['text'] for part in content)
 
 
 def check_tools(
@@ -266,7 +274,7 @@ def answer(
       drops thoughts that may not stay.
   """
   if not chat:
-    content = ' '.join(message['content'] for message in messages)
+    content = ' '.join(map(_content, messages))
     return f'\n{content}\n'
   before = [
     {'role': 'user', 'content': 'x'},

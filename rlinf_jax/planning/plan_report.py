@@ -313,7 +313,8 @@ def _searched(result, cluster) -> str:
     f'{cluster.num_devices} × {device.name}, {memory} each. '
     f'Searched: up to {space.max_places} places in units of '
     f'{space.unit} device{"s" * (space.unit > 1)}, '
-    f'batches in {" or ".join(map(str, space.pieces))} pieces; '
+    f'batches in {formatting.choices(space.pieces)} '
+    f'piece{"s" * (max(space.pieces) > 1)}; '
     f'plans simulated: {result.simulated}, lower bounds computed: '
     f'{result.tried:,}; {proof}.\n'
     "Seconds are modeled from each stage's work and the cluster file, unless "

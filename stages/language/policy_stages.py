@@ -324,8 +324,8 @@ def workflow(
 ) -> base.Workflow:
   """A workflow of a language model, with its evaluation.
 
-  The field `verifier` of its state has the parameters of a learned verifier,
-  and the field `carry` what rollouts carry, if they carry something.
+  The field `verifier` of its state, if it has one, has the parameters of a
+  learned verifier, and the field `carry` what rollouts carry, if they do.
 
   Args:
     init: as in `base.Workflow`.
@@ -337,7 +337,8 @@ def workflow(
   """
 
   def evaluate(state, problem: base.Problem, key):
-    return evaluate_actor(version(state), problem, key, state.verifier)
+    verifier = getattr(state, 'verifier', ())
+    return evaluate_actor(version(state), problem, key, verifier)
 
   def allocate(state, problem: base.Problem):
     return state._replace(carry=rollouts.allocate(problem))

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics
+from stages.language import evaluate, policy_stages, rollout_metrics
 from stages.learn import loss_terms, losses, rollout_correction, train_step
 
 
@@ -19,12 +18,17 @@ def reinforce(
   """Makes completions with rewards above their group's mean more likely.
 
   Aᵢ = Rᵢ − mean R,   L = −Σ m w A lp / Σ m,   w as in `objectives.policy`
+
+  Args:
+    policy: the language model to train.
+    verify: stage `answer, action, mask -> stages.Verdict`.
+    optimizer: optimizer of the parameters.
+    group_size: completions of each prompt.
   """
 
   def loss(params, x: stages.Experience):
-    scores = policy_stages.scorer(policy, group_size)(params, x)
-    logp_BT = jnp.where(x.mask > 0, scores.logp, 0.0)
-    loss_BT = losses.reinforce(logp_BT, x.advantage)
+    logp_BT = policy_stages.scorer(policy, group_size)(params, x).logp
+    loss_BT = losses.reinforce(jnp.where(x.mask > 0, logp_BT, 0.0), x.advantage)
     loss_BT = rollout_correction.weigh(loss_BT, loss_terms.Importance(), x)
     mean = losses.token_mean(loss_BT, x.mask)
     return (mean,), {'train/policy_loss': mean}
@@ -40,12 +44,11 @@ def reinforce(
   rescore = policy_stages.proximal_logp(policy, group_size)
   measure = rollout_metrics.measure(group_size, updates_per_step=1)
   learn = train_step.learner(loss, optimizer, group_size=group_size)
-  evaluate_actor = evaluate_lib.evaluate(policy, verify)
+  test = evaluate.evaluate(policy, verify)
   init = lambda key: train_step.init(policy.init(key), optimizer)
 
   def step(state: stages.TrainState, problem: stages.Problem, key):
-    problem = repeat(problem)
-    actor = train_step.version(state)
+    actor, problem = train_step.version(state), repeat(problem)
     x = generate(actor, problem.prompt, stages.keys(key, problem.prompt))
     x = rescore(actor, x)
     verdict = verify(problem.answer, x.action, x.mask)
@@ -54,7 +57,4 @@ def reinforce(
     state, info = learn(state, [(x,)])
     return state, rollout_info | info
 
-  def evaluate(state: stages.TrainState, problem: stages.Problem, key):
-    return evaluate_actor(train_step.version(state), problem, key)
-
-  return stages.Workflow(init, step, evaluate, lambda state: state.params)
+  return policy_stages.workflow(init, step, train_step.version, test)

@@ -164,6 +164,11 @@ def test_without_a_template_contents_follow_one_another(chat_tokenizer):
   messages = [{'role': 'user', 'content': '3*4='}]
   assert formats.prompt(chat_tokenizer, messages, chat=False) == '3*4='
   assert formats.answer(chat_tokenizer, messages, chat=False) == '\n3*4=\n'
+  parts = [{'type': 'text', 'text': text} for text in ('3*', '4=')]
+  calling = {'role': 'assistant', 'content': None, 'tool_calls': [{}]}
+  messages = [calling, {'role': 'user', 'content': parts}]
+  assert formats.prompt(chat_tokenizer, messages, chat=False) == '3*4='
+  assert formats.answer(chat_tokenizer, messages, chat=False) == '\n 3*4=\n'
 
 
 def test_a_template_with_another_end_is_refused(chat_tokenizer, monkeypatch):

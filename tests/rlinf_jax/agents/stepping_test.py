@@ -110,6 +110,8 @@ def test_late_answers_of_dropped_episodes_are_not_kept():
 
 @pytest.mark.parametrize('message', [
   {'role': 'user', 'content': None}, {'content': 'x'}, 'x',
+  {'role': 'user', 'content': [{'type': 'image'}]},
+  {'role': 'user', 'content': ['x']},
 ])  # fmt: skip
 def test_a_message_without_a_text_fails_its_own_episode(message, capsys):
   class Silent(tools_of_mine.Echo):

@@ -80,7 +80,13 @@ def test_it_names_the_fastest_plan_the_next_and_the_recipes_own(roomy):
   found, printed, data, _ = roomy
   assert found.gap == 0 and '(proved)' in printed
   assert f'The fastest plan takes {found.seconds:.3g} s a step' in printed
-  for words in ('generate', '2 × toy', 'modeled', "The recipe's own plan"):
+  for words in (
+    'generate',
+    '2 × toy',
+    'modeled',
+    "The recipe's own plan",
+    'batches in 1, 2, 4 or 8 pieces;',
+  ):
     assert words in printed
   stages = plan_lib.parse(data['plan']).stages
   assert stages == found.best.stages | {'answer': 'all', 'score': 'all'}
