@@ -8,11 +8,11 @@ episode once more.
 import collections
 from collections.abc import Sequence
 import json
-import sys
 import threading
 from typing import NamedTuple
 
 from rlinf_jax.agents import base, deadline
+from rlinf_jax.system import notices
 
 MAX_LIVE = 2**16  # Environments that are kept; the oldest are made anew.
 
@@ -211,11 +211,10 @@ class Steps:
     for answer in answers:
       if isinstance(answer, Exception) and not self._failed:
         self._failed = True
-        print(
+        notices.notify(
           'A text environment failed, which ends its episode without reward '
-          f'({type(answer).__name__}: {answer}).',
-          file=sys.stderr,
-          flush=True,
+          f'({type(answer).__name__}: {answer}). Others that fail are only '
+          'counted.'
         )
 
   def _step(self, turn: Turn) -> _Stepped:

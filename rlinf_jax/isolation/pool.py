@@ -51,7 +51,7 @@ def pool(
     processes: their number; by default one a CPU, at most `MAX_PROCESSES`.
 
   Raises:
-    ValueError: if the function cannot be imported by its name.
+    ValueError: if the function cannot be imported by its name; or as `named`.
   """
   bare = inspect.unwrap(function)  # Gin wraps what recipes name.
   name = getattr(bare, '__qualname__', '')
@@ -74,9 +74,19 @@ def named(
   memory: float,
   processes: int | None = None,
 ) -> 'Pool':
-  """As `pool`, of a function that this process need not import."""
+  """As `pool`, of a function that this process need not import.
+
+  Raises:
+    ValueError: for limits that no call could keep, or no process.
+  """
   if processes is None:
     processes = default_processes()
+  if not (seconds > 0 and memory > 0 and processes >= 1):
+    raise ValueError(
+      f'{name} would run for {seconds} seconds, with {memory} GB and in '
+      f'{processes} processes: give it more than 0 seconds and GB, and at '
+      'least one process.'
+    )
   limits = worker.Limits(seconds, int(memory * 2**30))
   return _pool(module, name, limits, processes)
 

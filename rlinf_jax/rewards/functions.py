@@ -29,7 +29,8 @@ def correct(
 def boxed(completion: base.Completion) -> float:
   r"""1 if a completion has one `\boxed{}`, and that with something in it."""
   text = completion.text[-final_answer.MAX_CHARACTERS :]
-  return float(text.count('\\boxed') == 1 and bool(final_answer.in_box(text)))
+  inside = final_answer.in_box(text) or ''
+  return float(text.count('\\boxed') == 1 and bool(inside.strip()))
 
 
 def thinks(completion: base.Completion, *, is_open: bool = False) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import math
 
 from rlinf_jax.isolation import pool
-from rlinf_jax.rewards import base
+from rlinf_jax.rewards import base, first_failure
 
 
 def isolated(
@@ -32,7 +32,8 @@ def isolated(
       `pool.MAX_PROCESSES`.
 
   Raises:
-    ValueError: if the function cannot be imported by its name.
+    ValueError: if the function cannot be imported by its name, or for limits
+      that no call could keep.
   """
   calls = pool.pool(
     function, seconds=seconds, memory=memory, processes=processes
@@ -58,15 +59,20 @@ def named(
 def _batched(calls: pool.Pool, name: str) -> base.Batched:
   """A reward of many completions; NaN where a call failed."""
 
+  report = first_failure.Report(name)
+
+  def number(value) -> float:
+    if isinstance(value, pool.CallError):
+      report(str(value))
+      return math.nan
+    try:
+      return float(value)
+    # Such as 10**400, or a text.
+    except (OverflowError, TypeError, ValueError) as error:
+      report(f'{type(error).__name__}: {error}')
+      return math.nan
+
   def score(completions: Sequence[base.Completion]) -> list[float]:
-    return [_number(value) for value in calls.map(completions)]
+    return [number(value) for value in calls.map(completions)]
 
   return base.Batched(name, score)
-
-
-def _number(value) -> float:
-  """A reward as a number; NaN where it is none."""
-  try:
-    return float(value)
-  except (OverflowError, TypeError, ValueError):  # Such as 10**400, or a text.
-    return math.nan

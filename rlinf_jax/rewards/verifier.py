@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 import functools
 import inspect
 import math
-import sys
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +11,7 @@ import numpy as np
 
 from rlinf_jax.data import text_arrays
 from rlinf_jax.rewards import base as rewards_base
-from rlinf_jax.rewards import final_answer, functions, model
+from rlinf_jax.rewards import final_answer, first_failure, functions, model
 import stages
 from stages import base
 from stages.language import tokens, verifiers
@@ -145,7 +143,7 @@ def _batched(
       '@functions.boxed.'
     )
   _check_signature(reward, name)
-  warn = _Once()
+  report = first_failure.Report(name)
 
   def score(completions):
     values = []
@@ -153,10 +151,7 @@ def _batched(
       try:
         values.append(float(reward(completion)))
       except Exception as error:  # noqa: BLE001 (Foreign code.)
-        warn(
-          f'The reward {name} failed on a completion, which counts as 0 '
-          f'({type(error).__name__}: {error}).'
-        )
+        report(f'{type(error).__name__}: {error}')
         values.append(math.nan)
     return values
 
@@ -180,16 +175,3 @@ def _check_signature(reward: Callable, name: str):
       f'completion ({error}): write it as `{name}(completion) -> float`; a '
       'function that makes a reward is called by `()` in a recipe.'
     ) from error
-
-
-class _Once:
-  """Prints the first message to standard error."""
-
-  def __init__(self):
-    self._lock, self._printed = threading.Lock(), False
-
-  def __call__(self, message: str):
-    with self._lock:
-      if not self._printed:
-        print(message, file=sys.stderr, flush=True)
-      self._printed = True

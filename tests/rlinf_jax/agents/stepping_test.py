@@ -122,7 +122,7 @@ def test_a_message_without_a_text_fails_its_own_episode(message, capsys):
   steps = stepping.Steps(Silent, deadline.Pool(2, 5.0))
   failed, good = steps([turn_of(['a']), turn_of(['b'], row=1)], 2)
   assert isinstance(failed, ValueError) and good.step.messages
-  assert 'Silent.step returned the message' in capsys.readouterr().err
+  assert 'Silent.step returned the message' in capsys.readouterr().out
   with pytest.raises(ValueError, match='Silent.reset returned the message'):
     agents_base.check_messages(Silent(), 'reset', [message])
   calling = {'role': 'assistant', 'content': None, 'tool_calls': [{}]}

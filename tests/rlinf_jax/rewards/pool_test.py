@@ -7,6 +7,7 @@ import claims
 import rewards_of_mine
 from rlinf_jax.isolation import pool as calls
 from rlinf_jax.rewards import answers, base, pool
+from rlinf_jax.system import notices
 
 
 def completions(*texts, answer='1'):
@@ -26,6 +27,36 @@ def test_a_failure_costs_its_own_reward_only(misbehave):
   scores = misbehave.score(completions(*texts))
   assert scores[1::2] == [0.5] * len(FAILURES)
   assert all(map(math.isnan, scores[::2])), scores
+
+
+def test_the_first_failure_is_told_and_others_are_not(capsys):
+  made = pool.isolated(rewards_of_mine.misbehave, processes=1)
+  made.score(completions('fine', 'raise', 'text'))
+  (line,) = capsys.readouterr().out.splitlines()
+  assert line.startswith(
+    'The reward misbehave failed on a completion, which counts as 0 '
+    '(RuntimeError: as told).'
+  )
+
+
+def test_a_failure_is_told_with_the_notices_of_a_process_of_ray(monkeypatch):
+  """The standard error of such a process goes into a file of Ray."""
+  monkeypatch.setattr(notices, '_buffer', None)
+  notices.start_buffering()
+  pool.isolated(rewards_of_mine.misbehave, processes=1).score(
+    completions('text')
+  )
+  (line,) = notices.drain()
+  assert "could not convert string to float: 'much'" in line
+
+
+@pytest.mark.parametrize(
+  'limits',
+  [{'processes': 0}, {'seconds': 0}, {'seconds': math.nan}, {'memory': -1.0}],
+)
+def test_limits_that_no_call_can_keep_are_refused(limits):
+  with pytest.raises(ValueError, match='shout would run for .* more than 0'):
+    pool.isolated(rewards_of_mine.shout, **limits)
 
 
 def test_an_answer_is_never_run_as_a_pickle(misbehave, tmp_path):

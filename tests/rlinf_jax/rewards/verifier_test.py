@@ -65,7 +65,7 @@ def test_a_function_that_raises_costs_its_own_term(model, capsys):
   verdict = judge(model, ['12', ''], rewards=[answers_two, broken])
   assert verdict.reward.tolist() == [1.5, 0]
   assert verdict.terms['failed'].tolist() == [0, 1]
-  assert 'broken failed on a completion' in capsys.readouterr().err
+  assert 'broken failed on a completion' in capsys.readouterr().out
 
 
 def test_a_function_of_a_module_can_be_isolated(model):
@@ -100,6 +100,7 @@ def completion(text='', tokens=1, limit=100):
   [
     ('\\boxed{1}', 1, 0),
     ('\\boxed{}', 0, 0),
+    ('\\boxed{ \n}', 0, 0),
     ('\\boxed{1} \\boxed{2}', 0, 0),
     ('<think>a</think>b', 0, 1),
     ('<think>a</think>\\boxed{b}', 1, 1),

@@ -1,0 +1,23 @@
+"""Reports the first failure of a reward; later ones are only counted."""
+
+import threading
+
+from rlinf_jax.system import notices
+
+
+class Report:
+  """Notifies the user of the first failure of a reward, from any thread."""
+
+  def __init__(self, name: str):
+    """Takes the name of the reward."""
+    self._name, self._done, self._lock = name, False, threading.Lock()
+
+  def __call__(self, why: str):
+    """Reports why a completion has no reward, unless another one was."""
+    with self._lock:
+      if not self._done:
+        notices.notify(
+          f'The reward {self._name} failed on a completion, which counts as 0 '
+          f'({why}). Others that fail are only counted.'
+        )
+      self._done = True
