@@ -222,9 +222,8 @@ def _state(
   shapes = jax.eval_shape(
     functools.partial(flows_lib.initial_state, workflow, source, seed)
   )
-  source_state, step = source.init(seed), subject['step']
   with contextlib.closing(_checkpoints(run)) as saved:
-    return saved.load(shapes, first, source_state, step).state
+    return saved.state(shapes, first, subject['step'])
 
 
 def _run(

@@ -101,7 +101,16 @@ def take(
   Returns:
     The position afterward, and the indices of the rows, counted file after
     file.
+
+  Raises:
+    ValueError: if the position is one in another number of files.
   """
+  if len(position) != len(mixture.sizes):
+    raise ValueError(
+      f'The run was begun with {len(position)} files to train on, and '
+      f'{len(mixture.sizes)} are given now: give the same ones, as in its '
+      'config.gin, or choose another --workdir.'
+    )
   shares = np.asarray(mixture.weights, float) / np.sum(mixture.weights)
   position = position.copy()
   taken, orders = np.zeros(n, np.int64), {}

@@ -281,8 +281,8 @@ class Loop:
     old.close()  # Before the new runtime starts: it needs the devices.
     self.runtime = self._monitor.runtime(old.timeline)
     shapes = programs.state_shapes(self.runtime.lowered['step'].flow)
-    saved = self._checkpoints.load(shapes, self._first, self._source_state)
-    self.runtime.start(saved.state, self.steps)
+    state = self._checkpoints.state(shapes, self._first)
+    self.runtime.start(state, self.steps)
     self._log.write_plan(self.runtime.plan)
     self._log.write_prediction(self.steps, chosen.prediction)
     self._log.print(

@@ -155,8 +155,7 @@ def _params(run: Run, runtime: runtime_base.Runtime):
   )
   with contextlib.closing(saved):
     if saved.latest() is not None:
-      source_state = run.source.init(run.seed)
-      state = saved.load(shapes, first, source_state).state
+      state = saved.state(shapes, first)
   return run.workflow.params(file_arrays.of_state(state, shapes))
 
 

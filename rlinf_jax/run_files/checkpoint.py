@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from rlinf_jax.config import config_errors
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.state import saved_state, state_files, state_readers
 
@@ -133,18 +134,46 @@ class Checkpoints:
     self._write(write)
 
   def load(
-    self,
-    shapes: Any,
-    first: state_readers.StateReader,
-    source: Any,
-    step: int | None = None,
+    self, shapes: Any, first: state_readers.StateReader, source: Any
   ) -> CheckpointState:
-    """Reads a complete checkpoint, but for the arrays of its state.
+    """Reads the newest checkpoint, but for the arrays of its state.
 
     Args:
       shapes: a tree of the shapes and types of the whole state.
       first: reads the frozen parameters of the run.
       source: a source's state; its NumPy arrays give shapes and dtypes.
+
+    Raises:
+      ValueError: as `state`, or for another source.
+    """
+    ocp, step = self._ocp, self.latest()
+    state = self.state(shapes, first, step)
+    source = jax.tree.map(np.asarray, source)
+    self._check_source(step, source)
+    restored = self._manager.restore(
+      step,
+      args=ocp.args.Composite(
+        source=ocp.args.StandardRestore(_nested(source)),
+        metrics=ocp.args.JsonRestore(),
+      ),
+    )
+    metrics = {
+      int(step): {k: float.fromhex(v) for k, v in numbers.items()}
+      for step, numbers in restored.metrics.items()
+    }
+    tree = jax.tree.structure(source)
+    found = jax.tree.leaves(restored.source)[: tree.num_leaves]
+    found = jax.tree.unflatten(tree, found)
+    return CheckpointState(step, state, found, metrics)
+
+  def state(
+    self, shapes: Any, first: state_readers.StateReader, step: int | None = None
+  ) -> saved_state.SavedState:
+    """The state in a complete checkpoint, which may be of another source.
+
+    Args:
+      shapes: as for `load`.
+      first: likewise.
       step: that of the checkpoint; the newest if None.
 
     Raises:
@@ -154,30 +183,28 @@ class Checkpoints:
     """
     ocp, step = self._ocp, self.latest() if step is None else step
     self._check_shapes(step, shapes)
-    restored = self._manager.restore(
-      step,
-      args=ocp.args.Composite(
-        source=ocp.args.StandardRestore(
-          jax.tree.map(np.asarray, _nested(source))
-        ),
-        metrics=ocp.args.JsonRestore(),
-        frozen=ocp.args.JsonRestore(),
-      ),
-    )
-    state = saved_state.SavedState(
-      str(self.folder), step, restored.frozen, first
-    )
+    frozen = self._manager.restore(
+      step, args=ocp.args.Composite(frozen=ocp.args.JsonRestore())
+    ).frozen
+    state = saved_state.SavedState(str(self.folder), step, frozen, first)
     leaves = state_files.leaves(jax.tree.structure(shapes))
-    if {x.key for x in leaves if x.is_frozen} != restored.frozen.keys():
+    if {x.key for x in leaves if x.is_frozen} != frozen.keys():
       raise ValueError(state.other_weights())
-    metrics = {
-      int(step): {k: float.fromhex(v) for k, v in numbers.items()}
-      for step, numbers in restored.metrics.items()
-    }
-    tree = jax.tree.structure(source)
-    found = jax.tree.leaves(restored.source)[: tree.num_leaves]
-    found = jax.tree.unflatten(tree, found)
-    return CheckpointState(step, state, found, metrics)
+    return state
+
+  def _check_source(self, step: int, source: Any):
+    """Compares the source of a checkpoint with the one that is to go on."""
+    found = state_files.names(self.folder / str(step) / 'source')
+    leaves = state_files.leaves(jax.tree.structure(_nested(source)))
+    now = [leaf.name for leaf in leaves]
+    if found != {*now}:
+      raise ValueError(
+        f'The checkpoint of step {step} in {self.folder} is that of another '
+        f'source, whose state is {config_errors.join_names(sorted(found))}, '
+        f'and is {config_errors.join_names(sorted(now))} now: give the source '
+        'that the run was begun with, as in its config.gin, or choose another '
+        '--workdir.'
+      )
 
   def _check_shapes(self, step: int, shapes: Any):
     """Compares a checkpoint with the arrays that are to be read from it."""

@@ -145,6 +145,15 @@ def stored(folder: pathlib.Path) -> dict[str, Stored]:
   return found
 
 
+def names(part: pathlib.Path) -> set[str]:
+  """The names of the arrays that orbax has written into a folder."""
+  import orbax.checkpoint as ocp
+
+  with ocp.StandardCheckpointer() as reader:
+    tree = reader.metadata(part).item_metadata.tree
+  return {leaf.name for leaf in leaves(jax.tree.structure(tree))}
+
+
 def read(
   found: Mapping[str, Stored], wanted: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:

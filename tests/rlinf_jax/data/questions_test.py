@@ -133,6 +133,22 @@ def test_a_resumed_source_goes_on_with_the_same_rows(folder, buckets):
   assert [asked(x) for x in rest] == [asked(x) for x in straight[21:]]
 
 
+@pytest.mark.parametrize(
+  'before, now',
+  [(['ten.jsonl'], ['ten.jsonl'] * 2), (['ten.jsonl'] * 2, ['ten.jsonl'])],
+)
+def test_a_run_does_not_go_on_with_another_number_of_files(folder, before, now):
+  one, other = (
+    source(folder, train=[str(folder / name) for name in names])
+    for names in (before, now)
+  )
+  with pytest.raises(
+    ValueError,
+    match=f'begun with {len(before)} files to train on, and {len(now)} are',
+  ):
+    other.next(one.init(0), {})
+
+
 def test_another_seed_gives_another_order(folder):
   made = source(folder)
   one, other = (made.next(made.init(seed), {})[1] for seed in (1, 2))

@@ -72,3 +72,17 @@ def test_a_source_may_have_one_array_or_nothing_as_its_state(tmp_path, source):
   files.close()
   jax.tree.map(np.testing.assert_array_equal, found, source)
   assert jax.tree.structure(found) == jax.tree.structure(source)
+
+
+def test_another_source_is_refused_and_its_state_is_read_all_the_same(tmp_path):
+  """An evaluation needs no source of the run whose policy it reads."""
+  tree = {'w': jnp.ones(3)}
+  files = checkpoint.Checkpoints(tmp_path, 1)
+  files.save(1, saved.Tree(tree), {'batch': np.array(1)}, {})
+  files.wait()
+  with pytest.raises(
+    ValueError, match='whose state is `batch`, and is `at`, `batch` now: give'
+  ):
+    files.load(tree, None, {'batch': np.array(0), 'at': np.zeros(3)})
+  assert saved.whole(files.state(tree, None), tree)['w'].tolist() == [1, 1, 1]
+  files.close()
