@@ -68,6 +68,15 @@ FAMILIES = {
   ),
 }
 ACTIVATIONS = {'silu': 'silu', 'gelu_pytorch_tanh': 'gelu_tanh'}
+# Settings of a part of the architectures. `transformers` ignores them in a
+# config.json of another one, and other programs may apply them.
+OF_SOME = (
+  'sliding_window',
+  'attn_logit_softcapping',
+  'final_logit_softcapping',
+  'query_pre_attn_scalar',
+  'hidden_activation',
+)
 
 
 def family_of(raw: Any, path) -> Family:
@@ -142,6 +151,7 @@ def _translated(
   no_ends = {'bos_token_id': None, 'eos_token_id': None}
   c = kind.from_dict(config_check.relevant(raw) | no_ends)
   _check(c, path)
+  _check_known(raw, c, kind(), path)
   biased = bool(getattr(c, 'attention_bias', False))
   scalar = getattr(c, 'query_pre_attn_scalar', None)
   windows = _windows(c, path)
@@ -208,13 +218,43 @@ def _check(c, path):
     )
 
 
+def _check_known(raw: dict[str, Any], c, default, path):
+  """Refuses settings that the architecture lacks and others have.
+
+  Args:
+    raw: the content of a config.json.
+    c: what `transformers` reads of it.
+    default: its configuration without any settings.
+    path: where it was read, for errors.
+  """
+  nothing = {'hidden_activation': getattr(c, 'hidden_act', None)}
+  if raw.get('use_sliding_window') is False:
+    nothing['sliding_window'] = raw.get('sliding_window')
+  for key in OF_SOME:
+    value = raw.get(key)
+    if hasattr(default, key) or value in (None, nothing.get(key)):
+      continue
+    raise weights.CheckpointError(
+      f'{path} sets {key} to {value!r:.40}, which a model of type '
+      f'{c.model_type!r} does not have: remove the setting, or name the '
+      'architecture that was trained.'
+    )
+
+
 def _windows(c, path) -> tuple[int | None, ...]:
   """Window of each layer, as `transformer.Config.windows`."""
+  kinds = getattr(c, 'layer_types', None) or ()
   window = getattr(c, 'sliding_window', None)
+  if window is None and 'sliding_attention' in kinds:
+    raise weights.CheckpointError(
+      f'{path} names layers of type sliding_attention (layer_types), and no '
+      'sliding_window that they have: set it, or name the layers '
+      'full_attention.'
+    )
   if window is None:
     return ()
-  # Of these architectures, Mistral alone has a window without layer types.
-  kinds = getattr(c, 'layer_types', None)
+  # Of these architectures, Mistral and Qwen3's mixture have a window without
+  # layer types.
   kinds = kinds or ['sliding_attention'] * c.num_hidden_layers
   if len(kinds) != c.num_hidden_layers:
     raise weights.CheckpointError(

@@ -139,6 +139,8 @@ REFUSED = {
   'decoder_sparse_step': (1,),
   'mlp_only_layers': ([],),
   'use_bidirectional_attention': (False,),
+  'is_causal': (True,),
+  'rope_interleaved': (False,),
 }
 LAYERS = 'full_attention', 'sliding_attention'
 

@@ -57,6 +57,14 @@ def _names() -> dict[str, Any]:
 
 
 NAMES = _names()
+# Settings of pictures that have one value here; 3 is Pillow's bicubic filter.
+FIXED = {
+  'do_resize': True,
+  'do_rescale': True,
+  'do_normalize': True,
+  'rescale_factor': 1 / 255,
+  'resample': 3,
+}
 _SIZE, _TOKEN = config_check.size(2**20), config_check.size(2**24, 0)
 SETTINGS = {
   'depth': config_check.size(2**12),
@@ -240,7 +248,13 @@ def read_processor(checkpoint: str | pathlib.Path) -> Processor:
   pixels = config_check.size(2**40)
   color = config_check.Kind('three numbers above 0', _is_color)
   kinds = dict.fromkeys(given, pixels) | {'mean': color, 'std': color}
-  if faults := [*config_check.wrong(given, kinds)]:
+  faults = [*config_check.wrong(given, kinds)]
+  faults += [
+    f'{key} is {raw[key]!r:.40}, expected {value!r}'
+    for key, value in FIXED.items()
+    if raw.get(key) is not None and raw[key] != value
+  ]
+  if faults:
     raise weights.CheckpointError(
       f'{path} cannot prepare pictures: {"; ".join(faults)}.'
     )

@@ -165,6 +165,29 @@ REFUSED = {
     'architectures': None,
     'use_bidirectional_attention': True,
   },
+  'sets is_causal to False': {'is_causal': False},
+  'sets rope_interleaved to True': {'rope_interleaved': True},
+  "sets sliding_window to 4096, which a model of type 'llama' does not": {
+    'model_type': 'llama',
+    'architectures': None,
+    'sliding_window': 4096,
+    'use_sliding_window': None,
+  },
+  'sets attn_logit_softcapping to 50.0, which': {
+    'attn_logit_softcapping': 50.0
+  },
+  'sets final_logit_softcapping to 30.0, which': {
+    'final_logit_softcapping': 30.0
+  },
+  'sets query_pre_attn_scalar to 144, which': {'query_pre_attn_scalar': 144},
+  "sets hidden_activation to 'gelu_pytorch_tanh', which": {
+    'hidden_activation': 'gelu_pytorch_tanh'
+  },
+  'layer_types., and no sliding_window that they have': {
+    'model_type': 'gemma2',
+    'architectures': None,
+    'sliding_window': None,
+  },
   "wants the activation 'gelu'; silu and gelu_pytorch_tanh": {
     'hidden_act': 'gelu'
   },

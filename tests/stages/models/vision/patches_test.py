@@ -1,11 +1,14 @@
 """Patches and positions of pictures, compared with `transformers`."""
 
+import json
+
 import numpy as np
 import pytest
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
 
 from stages.models import config as config_lib
-from stages.models.vision import patches
+from stages.models.files import weights
+from stages.models.vision import patches, vision_files
 
 VISION = config_lib.VisionConfig(D=8, L=1, H=2, F=8, token=9, full_layers=())
 
@@ -24,6 +27,20 @@ def test_pictures_are_resized_to_the_shapes_of_transformers():
 def test_a_thin_picture_is_refused():
   with pytest.raises(ValueError, match='no edge may be over 200 times'):
     patches.resized_shape((1, 201), 28, 3136, 10**6)
+
+
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [('do_normalize', False), ('rescale_factor', 1.0), ('resample', 2)],
+)
+def test_another_preparation_of_pictures_is_refused(key, value, tmp_path):
+  path = tmp_path / vision_files.PROCESSORS[0]
+  published = json.loads(pil.Qwen2VLImageProcessorPil().to_json_string())
+  path.write_text(json.dumps(published))
+  assert vision_files.read_processor(tmp_path) == vision_files.Processor()
+  path.write_text(json.dumps(published | {key: value}))
+  with pytest.raises(weights.CheckpointError, match=f'{key} is {value}, exp'):
+    vision_files.read_processor(tmp_path)
 
 
 def test_patches_are_those_of_transformers():
