@@ -1,7 +1,7 @@
 """A policy's part of a step: advantages, minibatches and updates.
 
-It is what `workflows.grpo` does with the rewards of a batch, and what
-`workflows.role_grpo` does with those of each role.
+It is what `workflows.grpo` and `workflows.dapo` do with the rewards of a batch,
+and what `workflows.role_grpo` does with those of each role.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def update(
   group_size: int,
   has_reference: bool,
   kl: loss_terms.KlPenalty,
-  entropy_coef: float,
+  entropy_coef: float = 0.0,
   balance_coef: float = 0.0,
   prefix: str = '',
 ) -> Callable:

@@ -1,17 +1,23 @@
 """Decoupled clip and dynamic sampling policy optimization, arXiv:2503.14476."""
 
+from collections.abc import Callable
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics, ranges, repeat
+from stages import base, metrics, ranges, repeat, shapes
+from stages.language import (
+  advantage_stages,
+  policy_stages,
+  policy_update,
+  rollout_metrics,
+  verifiers,
+)
 from stages.language import evaluate as evaluate_lib
-from stages.language import policy_stages, rollout_metrics, verifiers
-from stages.language.scoring import balance
 from stages.learn import (
   advantages,
   loss_terms,
@@ -28,12 +34,17 @@ class State(NamedTuple):
 
   Attributes:
     actor: the policy being trained.
+    reference: its initial parameters, without frozen ones; `()` where nothing
+      reads them.
     past: versions of the actor before each of the last `staleness` steps, the
       oldest first, without frozen parameters.
+    carry: what `rollouts` carries from round to round; `()` by default.
   """
 
   actor: base.TrainState
-  past: tuple[base.Version, ...] = ()
+  reference: base.Params
+  past: tuple[base.Version, ...]
+  carry: Any = ()
 
 
 class Accepted(NamedTuple):
@@ -45,6 +56,7 @@ class Accepted(NamedTuple):
     filled: number of accepted groups.
     round: rounds of sampling so far.
     accuracy: mean accuracy of all samples, accepted or not.
+    carry_info: metrics of what `rollouts` carries, of all rounds.
   """
 
   x: base.Experience
@@ -52,6 +64,7 @@ class Accepted(NamedTuple):
   filled: jax.Array
   round: jax.Array
   accuracy: metrics.Mean
+  carry_info: base.Info = {}
 
 
 def dapo(
@@ -64,6 +77,9 @@ def dapo(
   clip_low: ranges.NonNegativeFloat = 0.2,
   clip_high: ranges.NonNegativeFloat = 0.28,
   overlong_buffer: ranges.PositiveInt | None = None,
+  kl_coef: ranges.NonNegativeFloat = 0.0,
+  kl_estimator: signatures.KlEstimator = losses.kl_k3,
+  kl_reward_coef: ranges.NonNegativeFloat = 0.0,
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   expected_rounds: ranges.PositiveInt | None = None,
@@ -73,6 +89,7 @@ def dapo(
   importance_weight: signatures.ImportanceWeight = losses.token_weight,
   importance_bound: signatures.ImportanceBound = losses.truncated,
   importance_cap: ranges.AtLeastOne = 2.0,
+  rollouts: policy_stages.RolloutMethod = policy_stages.complete,
   evaluator: evaluate_lib.Evaluator = evaluate_lib.evaluate,
 ) -> base.Workflow:
   """Learns from groups of mixed accuracy: neither all right nor all wrong.
@@ -81,7 +98,7 @@ def dapo(
   completes its share of them and keeps the groups of mixed accuracy, until
   there are as many groups as prompts in a round, or no prompts are left.
   Missing groups are padding without tokens; the loss is a mean over tokens. The
-  paper samples without a bound.
+  paper samples without a bound, and has no KL to the initial policy.
 
   Args:
     policy: the language model to train.
@@ -94,6 +111,12 @@ def dapo(
     overlong_buffer: the last tokens before the length limit, over which the
       reward falls linearly by 1 (soft overlong punishment, eq. 13); None for no
       punishment.
+    kl_coef: β, weight of the KL term of the loss; if it and `kl_reward_coef`
+      are 0, no reference is kept.
+    kl_estimator: as in `grpo`.
+    kl_reward_coef: β, weight of a KL penalty in place of the KL term: the sum
+      of β (lp − lp_ref) over a completion is subtracted from its reward. It
+      does not change which groups are kept, as the verifier decides that.
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch, shuffled anew in each.
     expected_rounds: rounds that planners count on; `max_rounds` if None.
@@ -103,78 +126,100 @@ def dapo(
     importance_weight: likewise.
     importance_bound: likewise.
     importance_cap: likewise.
+    rollouts: likewise. `partial_rollout.partial_rollouts` carries unfinished
+      completions into the next round, of this step or of the next one: its
+      `max_carry` counts rounds, and `extra_groups` are beside those of a round.
     evaluator: likewise.
 
   Raises:
-    ValueError: for a learned verifier.
+    ValueError: for a learned verifier, or for a KL term and a KL penalty at
+      once.
   """
   verifiers.refuse_learned(verify)
-  balance.check(policy, balance_coef)
-  prompts_of = functools.partial(_round_prompts, max_rounds, group_size)
-  take_prompts = stages.Stage(prompts_of, 'round_prompts', 'batch')
-  generate = policy_stages.act(policy, 'generate', group_size=group_size)
-  accept = stages.Stage(
-    functools.partial(_accept, group_size), 'accept', 'batch'
-  )
-  rescore = policy_stages.proximal_logp(policy, group_size, staleness)
+  has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef)
+  take_prompts = _take_prompts(max_rounds, group_size)
+  generate = _in_rounds(rollouts(policy, group_size), max_rounds)
+  accept = _accept_stage(group_size)
+  rescore = policy_stages.proximal_logp(policy, group_size, staleness, generate)
   measure = _measure(group_size, num_minibatches * num_epochs)
-  padding = rollout_metrics.packed_padding(policy, group_size)
-  minibatch = minibatches.minibatches(
-    'shuffled', num_minibatches, num_epochs, group_size
-  )
-  loss = objectives.policy(
-    policy_stages.scorer(policy, group_size, balance=balance_coef > 0),
-    balance_coef=balance_coef,
-    clip=loss_terms.Clip(clip_low, clip_high),
-    aggregate=losses.token_mean,
-    importance=loss_terms.Importance(
-      importance_weight, importance_bound, importance_cap
+  shape_rewards = _shape_rewards(overlong_buffer)
+  update = policy_update.update(
+    policy,
+    optimizer,
+    functools.partial(
+      objectives.policy,
+      clip=loss_terms.Clip(clip_low, clip_high),
+      aggregate=losses.token_mean,
+      importance=loss_terms.Importance(
+        importance_weight, importance_bound, importance_cap
+      ),
+      mask_truncated=mask_truncated,
     ),
-    mask_truncated=mask_truncated,
+    advantage_stages.estimator(
+      advantages.group_relative, group_size, kl_coef=kl_reward_coef
+    ),
+    minibatches.minibatches(
+      'shuffled', num_minibatches, num_epochs, group_size
+    ),
+    group_size=group_size,
+    has_reference=has_kl,
+    kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
+    balance_coef=balance_coef,
   )
-  learn = train_step.learner(
-    loss, optimizer, group_size=group_size, divisible_groups=True
-  )
-  evaluate_actor = evaluator(policy, verify)
-  none_accepted = _none_accepted(prompts_of, generate, verify)
-  group_advantage = _group_advantage(group_size, overlong_buffer)
+  init = functools.partial(_init, policy, optimizer, has_kl, staleness)
 
-  def sample(accepted: Accepted, actor: base.Version, problem, key):
-    """Samples one round."""
-    prompts, key_B = take_prompts(problem, key, accepted.round)
-    x = generate(actor, prompts.prompt, key_B)
-    return accept(accepted, x, verify(prompts.answer, x.action, x.mask))
+  def draw(carry, actor: base.Version, problem: base.Problem, key, round_):
+    prompts, key_B = take_prompts(problem, key, round_)
+    finished, x, carry, info = generate.run(actor, carry, prompts, key_B)
+    return carry, x, verify(finished.answer, x.action, x.mask), info
 
+  def sample(so_far, *given):
+    accepted, carry = so_far
+    carry, *drawn = draw(carry, *given, accepted.round)
+    accepted, done = accept(accepted, *drawn)
+    return (accepted, carry), done
+
+  none_accepted = _none_accepted(take_prompts, draw)
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
-  init = functools.partial(_init, policy, optimizer, staleness)
-
   def step(state: State, problem: base.Problem, key):
-    now = train_step.version(state.actor)
-    behavior, past = train_step.delayed(state.past, now)
-    empty = none_accepted(behavior, problem, key)
-    accepted = fill(empty, behavior, problem, key)
-    x = rescore(now, accepted.x)
-    rollout_info = measure(accepted._replace(x=x), state.actor.step)
-    x = x._replace(advantage=group_advantage(accepted.verdict.reward, x.mask))
-    batches = minibatch(key, empty.x.mask, x, ())
-    rollout_info |= padding(batches)
-    actor, info = learn(state.actor, batches)
-    return State(actor, past), rollout_info | info
+    behavior, past = train_step.delayed(state.past, _version(state))
+    empty = none_accepted(state.carry, behavior, problem, key)
+    accepted, carry = fill((empty, state.carry), behavior, problem, key)
+    x = rescore(_version(state), accepted.x)
+    info = measure(accepted._replace(x=x), state.actor.step)
+    verdict = shape_rewards(accepted.verdict, x.mask)
+    actor, learned = update(state, key, empty.x.mask, x, verdict)
+    return state._replace(actor=actor, past=past, carry=carry), info | learned
 
-  def evaluate(state: State, problem: base.Problem, key):
-    return evaluate_actor(train_step.version(state.actor), problem, key)
-
-  return base.Workflow(
-    init, step, evaluate, lambda state: state.actor.params, staleness
+  return policy_stages.workflow(
+    init, step, _version, evaluator(policy, verify), generate, staleness
   )
 
 
-def _init(policy, optimizer, staleness: int, key) -> State:
+def _version(state: State) -> base.Version:
+  return train_step.version(state.actor)
+
+
+def _init(policy, optimizer, has_reference: bool, staleness: int, key) -> State:
   """The state before the first step."""
-  actor = train_step.init(policy.init(key), optimizer)
-  now = train_step.snapshot(train_step.version(actor))
-  return State(actor, (now,) * staleness)
+  learner = policy_update.init(policy, optimizer, has_reference, staleness, key)
+  return State(*learner)
+
+
+def _in_rounds(
+  generate: policy_stages.Rollouts, rounds: int
+) -> policy_stages.Rollouts:
+  """Rollouts that have room for what rounds, not batches, leave unfinished."""
+  if generate.allocate is None:
+    return generate
+
+  def allocate(problem: base.Problem):
+    return generate.allocate(
+      jax.tree.map(lambda x: x[: x.shape[0] // rounds], problem)
+    )
+
+  return generate._replace(allocate=allocate)
 
 
 def overlong(length_B, limit: int, buffer: int):
@@ -198,6 +243,12 @@ def _check_buffer(buffer: int, limit: int):
       f'{limit} tokens at most, so that each would be punished for its length: '
       'give fewer tokens than that.'
     )
+
+
+def _take_prompts(rounds: int, group_size: int) -> stages.Stage:
+  """Returns a stage `problem, key, round -> prompts, keys`."""
+  take = functools.partial(_round_prompts, rounds, group_size)
+  return stages.Stage(take, 'round_prompts', 'batch')
 
 
 def _round_prompts(
@@ -225,58 +276,69 @@ def _round_prompts(
   return jax.tree.map(take, problem), key_B
 
 
-def _none_accepted(
-  prompts_of, generate: stages.Stage, verify: stages.Stage
-) -> stages.Stage:
-  """Returns a stage `actor, problem, key -> Accepted` of no groups.
+def _none_accepted(take_prompts: stages.Stage, draw: Callable) -> stages.Stage:
+  """Returns a stage `carry, actor, problem, key -> Accepted` of no groups.
 
   There is room for those of one round.
   """
 
   @stages.stage('none_accepted', 'batch')
-  def none_accepted(actor: base.Version, problem, key):
-    problem, key_B = prompts_of(problem, key, jnp.int32(0))
-    shapes = generate.shapes(actor, problem.prompt, key_B)
-    x = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    shapes = verify.shapes(problem.answer, x.action, x.mask)
-    verdict = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    zero, none = jnp.zeros(()), jnp.int32(0)
+  def none_accepted(carry, actor: base.Version, problem, key):
+    first = jnp.int32(0)
+    made = shapes.of(draw, carry, actor, problem, key, first)
+    x, verdict, info = jax.tree.map(
+      lambda x: jnp.zeros(x.shape, x.dtype), made[1:]
+    )
+    zero = jnp.zeros(())
     # Real prompts: a policy may return NaN for one that is all padding.
-    x = x._replace(obs=problem.prompt)
-    return Accepted(x, verdict, none, none, metrics.Mean(zero, zero))
+    x = x._replace(obs=take_prompts.fn(problem, key, first)[0].prompt)
+    return Accepted(x, verdict, first, first, metrics.Mean(zero, zero), info)
 
   return none_accepted
 
 
-def _group_advantage(
-  group_size: int, overlong_buffer: int | None
-) -> stages.Stage:
-  """Returns a stage `reward_B, mask_BT -> advantage_BT` of shaped rewards.
+def _shape_rewards(overlong_buffer: int | None) -> Callable:
+  """Returns `verdict, mask_BT -> verdict`, with `overlong` added to rewards."""
+  if overlong_buffer is None:
+    return lambda verdict, mask_BT: verdict
 
-  Advantages are 0 on padding.
-  """
+  @stages.stage('shape_rewards')
+  def shaped(reward_B, mask_BT):
+    limit = mask_BT.shape[1]
+    _check_buffer(overlong_buffer, limit)
+    return reward_B + overlong(mask_BT.sum(1), limit, overlong_buffer)
 
-  @stages.stage('group_advantage', group_size=group_size)
-  def group_advantage(reward_B, mask_BT):
-    if overlong_buffer is not None:
-      _check_buffer(overlong_buffer, mask_BT.shape[1])
-      reward_B += overlong(mask_BT.sum(1), mask_BT.shape[1], overlong_buffer)
-    reward_NG = reward_B.reshape(-1, group_size)
-    advantage_NG = jax.vmap(advantages.group_relative)(reward_NG)
-    return advantage_NG.reshape(-1, 1) * mask_BT
-
-  return group_advantage
+  return lambda verdict, mask_BT: verdict._replace(
+    reward=shaped(verdict.reward, mask_BT)
+  )
 
 
-def _accept(group_size: int, accepted: Accepted, x: base.Experience, verdict):
+def _accept_stage(group_size: int) -> stages.Stage:
+  """Returns a stage `accepted, x, verdict, carry_info -> accepted, done`."""
+  return stages.Stage(functools.partial(_accept, group_size), 'accept', 'batch')
+
+
+def _accept(
+  group_size: int,
+  accepted: Accepted,
+  x: base.Experience,
+  verdict: base.Verdict,
+  carry_info: base.Info,
+):
   """Accepts groups of mixed accuracy, in order, while there is room.
+
+  Rows without a token, such as those that a first round with partial rollouts
+  lacks, have no accuracy.
 
   Returns:
     `accepted, done`: the accepted groups, and whether there are enough.
   """
+  real_B = x.mask.max(1)
+  real_NG = real_B.reshape(-1, group_size) > 0
   correct_NG = verdict.correct.reshape(-1, group_size)
   N = correct_NG.shape[0]
-  mixed_N = correct_NG.max(1) != correct_NG.min(1)
+  most_N = jnp.where(real_NG, correct_NG, -jnp.inf).max(1)
+  mixed_N = most_N > jnp.where(real_NG, correct_NG, jnp.inf).min(1)
   index_N = accepted.filled + jnp.cumsum(mixed_N) - 1
   index_N = jnp.where(mixed_N, jnp.minimum(index_N, N), N)  # N is nowhere.
 
@@ -287,9 +349,16 @@ def _accept(group_size: int, accepted: Accepted, x: base.Experience, verdict):
 
   kept, judged = jax.tree.map(put, (accepted.x, accepted.verdict), (x, verdict))
   filled = jnp.minimum(N, accepted.filled + mixed_N.sum(dtype=jnp.int32))
-  drawn = metrics.mean(verdict.correct.astype(accepted.accuracy.sum.dtype))
+  correct_B = jnp.where(real_B > 0, verdict.correct, 0.0)
+  correct_B = correct_B.astype(accepted.accuracy.sum.dtype)
+  drawn = metrics.mean(correct_B, real_B.astype(correct_B.dtype))
   accepted = Accepted(
-    kept, judged, filled, accepted.round + 1, accepted.accuracy.merge(drawn)
+    kept,
+    judged,
+    filled,
+    accepted.round + 1,
+    accepted.accuracy.merge(drawn),
+    metrics.merge(accepted.carry_info, carry_info),
   )
   return accepted, filled >= N
 
@@ -309,8 +378,12 @@ def _describe(
     accepted.x, accepted.verdict, actor_step, group_size, updates_per_step
   )
   del info['rollout/groups_degenerate']  # Always zero.
-  return info | {
-    'rollout/accuracy': accepted.accuracy,
-    'rollout/rounds': metrics.Mean(accepted.round * one, one),
-    'rollout/groups_filled': metrics.Mean(accepted.filled * one, N * one),
-  }
+  return (
+    info
+    | accepted.carry_info
+    | {
+      'rollout/accuracy': accepted.accuracy,
+      'rollout/rounds': metrics.Mean(accepted.round * one, one),
+      'rollout/groups_filled': metrics.Mean(accepted.filled * one, N * one),
+    }
+  )

@@ -36,7 +36,8 @@ def state(teacher, actor=1.0):
   """A state of distillation with an adapter and a reward model."""
   params = {'adapter': jnp.full(2, actor), base.FROZEN: jnp.full(3, 7.0)}
   frozen = {base.FROZEN: {'w': jnp.full((2, 3), teacher)}}
-  return State(params, frozen, {base.FROZEN: {'judge': jnp.arange(4.0)}})
+  judge = {base.FROZEN: {'judge': jnp.arange(4.0)}}
+  return State(params, (), (), frozen, verifier=judge)
 
 
 def test_a_checkpoint_leaves_out_teachers_and_reward_models(tmp_path):

@@ -5,17 +5,20 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import claims
 import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import local
+from rlinf_jax.runtime import flows, local
 from stages import base, metrics, workflows
-from stages.learn import optimizers
+from stages.language import partial_rollout
+from stages.learn import losses, optimizers
 from stages.workflows.dapo import _accept, _round_prompts, Accepted, overlong
 from tests.rlinf_jax.runtime.plans import invariance_test
+from tests.stages.language import partial_rollout_test
 import tiny
 from tiny import read
 
@@ -51,7 +54,7 @@ def drawn(name, correct_B):
   one_B1 = jnp.ones((B, 1))
   x = base.Experience(obs_B, one_B1.astype(int), one_B1, one_B1, one_B1[:, 0])
   correct_B = jnp.float32(correct_B)
-  return x, base.Verdict(correct_B, correct_B)
+  return x, base.Verdict(correct_B, correct_B), {}
 
 
 def test_groups_of_mixed_accuracy_are_accepted_in_order():
@@ -66,6 +69,14 @@ def test_groups_of_mixed_accuracy_are_accepted_in_order():
   # All that was drawn counts.
   assert accepted.accuracy.value()[''] == pytest.approx(6 / 12)
   assert int(accepted.round) == 2
+
+
+def test_groups_without_a_token_are_neither_kept_nor_counted():
+  x, verdict, info = drawn(1, [0, 1, 0, 1, 0, 1])
+  x = x._replace(mask=x.mask.at[2:4].set(0.0))
+  accepted, _ = _accept(2, none_of(3), x, verdict, info)
+  assert accepted.x.obs.tolist() == [100, 101, 104, 105, -1, -1]
+  assert accepted.accuracy.value()[''] == pytest.approx(2 / 4)
 
 
 @pytest.mark.parametrize('seed', range(5))
@@ -134,6 +145,135 @@ def never(answer, action, mask):
   del answer, mask
   zero_B = jnp.zeros(action.shape[0])
   return base.Verdict(zero_B, zero_B)
+
+
+@tiny.stages.stage('reward')
+def mixed(answer, action, mask):
+  """Rewards even tokens; each other row of a group is right."""
+  reward_B = invariance_test.even.fn(answer, action, mask).reward
+  return base.Verdict(reward_B, jnp.arange(len(reward_B)) % 2 + 0.0 * reward_B)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kl', ['kl_coef', 'kl_reward_coef'])
+def test_dapo_whose_groups_are_all_mixed_is_grpo(kl, in_float64):
+  parts = tiny.policy('float64'), mixed, invariance_test.KEEP
+  settings = {
+    'group_size': GROUP,
+    'clip_high': 0.28,
+    'num_minibatches': 2,
+    kl: 0.5,
+  }
+  dapo = workflows.dapo(*parts, max_rounds=1, **settings)
+  grpo = workflows.grpo(
+    *parts,
+    aggregate=losses.token_mean,
+    minibatch_by='shuffled',
+    **settings,
+  )
+  states = []
+  for workflow in (dapo, grpo):
+    state = invariance_test.begin(workflow)  # Apart from its reference.
+    for i in range(2):
+      problem, key = tiny.problem(seed=i), jax.random.key(i)
+      state, info = workflow.step(state, problem, key)
+    assert read(info)['train/kl_reference'] > 0.01
+    states.append(state)
+  for one, other in zip(*map(jax.tree.leaves, states), strict=True):
+    np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-12)
+
+
+@functools.cache
+def partial_dapo(**kwargs):
+  """Rounds of four groups, two of which may be left to the next round."""
+  return workflows.dapo(
+    partial_rollout_test.policy(length=12),
+    tiny.even,
+    optax.sgd(0.0),
+    group_size=GROUP,
+    max_rounds=2,
+    num_minibatches=1,
+    rollouts=functools.partial(
+      partial_rollout.partial_rollouts, max_carry=2, extra_groups=2
+    ),
+    **kwargs,
+  )
+
+
+def rounds_of_partial_rollouts(length_NG, correct_NG, mixed_wanted):
+  """Computes the groups that steps learn from, and their rounds, in NumPy.
+
+  Every step has new groups for two rounds of four. A round decodes all groups
+  in flight until at most two of them are unfinished, and none of those that
+  have been carried twice; four finished ones leave it, the oldest first.
+  """
+  carried, steps = [], []
+  for start in range(0, len(length_NG), 8):
+    kept, rounds = [], 0
+    while rounds < 2 and len(kept) < mixed_wanted:
+      new = [[start + 4 * rounds + n, 0, 0] for n in range(4)]
+      carried = carried or [[None, 0, 0]] * 2
+      groups = [list(group) for group in carried + new]
+
+      def left(group):
+        name, drawn, _ = group
+        return 0 if name is None else max(length_NG[name].max() - drawn, 0)
+
+      ticks = 0
+      while True:
+        open_ = [group for group in groups if left(group) > ticks]
+        if len(open_) <= 2 and all(age < 2 for *_, age in open_):
+          break
+        ticks += 1
+      is_done = [left(group) <= ticks for group in groups]
+      done = [i for i, x in enumerate(is_done) if x][:4]
+      for i in done:
+        name = groups[i][0]
+        if name is not None and len({*correct_NG[name]}) > 1:
+          kept.append(name)
+      carried = [
+        [name, drawn + ticks, age + 1]
+        for i, (name, drawn, age) in enumerate(groups)
+        if i not in done
+      ]
+      rounds += 1
+    steps.append((kept[:mixed_wanted], rounds))
+  return steps
+
+
+@pytest.mark.slow
+def test_rounds_leave_unfinished_groups_to_later_rounds_and_steps():
+  """With frozen parameters, tokens are those of whole completions."""
+  workflow, policy = partial_dapo(), partial_rollout_test.policy(length=12)
+  batches = [tiny.problem(rows=8, seed=i) for i in range(5)]
+  state = flows.first_state(workflow, KEY, batches[0])
+  rows = []
+  for i, batch in enumerate(batches):
+    prompt = jax.tree.map(lambda x: np.repeat(x, GROUP, 0), batch.prompt)
+    key_B = tiny.stages.keys(jax.random.key(i), prompt)
+    params = state.actor.params
+    rows.append(policy.act(params, prompt, key_B, group_size=GROUP))
+  whole = jax.tree.map(lambda *x: np.concatenate(x), *rows)
+  correct = tiny.even(0, whole.action, whole.mask).correct
+  want = rounds_of_partial_rollouts(
+    whole.mask.sum(1).reshape(-1, GROUP),
+    np.array(correct).reshape(-1, GROUP),
+    4,
+  )
+  continued = 0
+  for i, batch in enumerate(batches):
+    state, info = workflow.step(state, batch, jax.random.key(i))
+    numbers, (kept, rounds) = read(info), want[i]
+    assert numbers['rollout/rounds'] == rounds
+    assert numbers['rollout/groups_filled'] == len(kept) / 4
+    ids = np.add.outer(np.array(kept) * GROUP, np.arange(GROUP)).ravel()
+    assert numbers['rollout/tokens'] == whole.mask[ids].sum()
+    shown = metrics.read(jax.device_get(info))[1]['rollout/samples']
+    np.testing.assert_array_equal(
+      shown['completion'], whole.action[ids[: len(shown['completion'])]]
+    )
+    continued += numbers['rollout/continued_fraction'] > 0
+  assert continued
 
 
 @pytest.mark.slow

@@ -10,7 +10,11 @@ from rlinf_jax.config import config
 from stages import base, workflows
 from stages.language import huggingface, sample, tokens
 from stages.learn import optimizers
-from stages.workflows.distillation import teacher_advantage, teacher_gap
+from stages.workflows.distillation import (
+  less_kl,
+  teacher_advantage,
+  teacher_gap,
+)
 import tiny
 from tiny import read
 
@@ -29,6 +33,35 @@ def test_each_token_answers_for_itself(in_float64):
   np.testing.assert_array_equal(got_BT, want_BT)
   gap = read(teacher_gap(got_BT, mask_BT))['rollout/kl_teacher']
   np.testing.assert_allclose(gap, -want_BT.sum() / 9, rtol=1e-12)
+
+
+def test_a_kl_penalty_draws_each_token_to_the_reference(in_float64):
+  rng = np.random.default_rng(0)
+  logp_BT, teacher_BT, ref_BT = rng.normal(size=(3, 4, 5))
+  mask_BT = (np.arange(5)[None] < np.array([[5], [1], [0], [3]])).astype(float)
+  logp_BT = np.where(mask_BT > 0, logp_BT, np.nan)
+  advantage_BT = teacher_advantage(teacher_BT, logp_BT, mask_BT)
+  got_BT = less_kl(0.5, advantage_BT, logp_BT, ref_BT, mask_BT)
+  want_BT = np.zeros((4, 5))
+  for b, t in np.argwhere(mask_BT > 0):
+    # 1.5 times the log-ratio to π ∝ (π_teacher √π_ref)^(1 / 1.5).
+    mixed = (teacher_BT[b, t] + 0.5 * ref_BT[b, t]) / 1.5
+    want_BT[b, t] = 1.5 * (mixed - logp_BT[b, t])
+  np.testing.assert_allclose(got_BT, want_BT, rtol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_stale_student_is_updated_from_where_it_is_now():
+  late = distillation(optimizers.adamw(1e-2), staleness=1, kl_coef=0.1)
+  state = late.init(KEY)
+  for i in range(3):
+    state, info = late.step(state, tiny.problem(), jax.random.key(i))
+    numbers = read(info)
+    assert numbers['rollout/staleness'] == min(i, 1)
+    # Ratios are to the version before the update, not to the one that sampled.
+    np.testing.assert_allclose(numbers['train/ratio_max'], 1.0, rtol=1e-5)
+    assert (numbers['rollout/logprob_gap_max'] > 1e-4) == (i > 0)
+    assert (numbers['train/kl_reference'] > 1e-6) == (i > 0)
 
 
 def distillation(optimizer, policy=None, **kwargs):

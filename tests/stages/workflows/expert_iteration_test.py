@@ -9,10 +9,12 @@ import pytest
 from stages import base, workflows
 from stages.learn import losses, objectives, optimizers, selection
 from stages.workflows.expert_iteration import count_kept, select_stage
+from tests.rlinf_jax.runtime.plans import invariance_test
 import tiny
 from tiny import read
 
 KEY = jax.random.key(0)
+KEEP = invariance_test.KEEP  # Keeps the gradient in its state.
 
 
 def test_the_right_ones_or_the_first_of_the_best_are_kept():
@@ -84,6 +86,77 @@ def test_a_completion_whose_reward_failed_is_never_the_best():
   plain = verdict._replace(terms=())
   kept_BT = select_stage(selection.best, 3)(plain, mask_BT)
   np.testing.assert_array_equal(kept_BT[:3, 0], [0, 1, 0])
+
+
+def test_a_kl_penalty_lowers_the_rewards_that_are_compared(in_float64):
+  rng = np.random.default_rng(0)
+  N, G, T, coef = 6, 4, 5, 0.3
+  reward_B = rng.normal(size=N * G)
+  length_B = rng.integers(1, T + 1, N * G)
+  logp_BT, ref_BT = rng.normal(size=(2, N * G, T))
+  mask_BT = (np.arange(T)[None] < length_B[:, None]).astype(float)
+  verdict = base.Verdict(jnp.asarray(reward_B), jnp.ones(N * G))
+  want, moved = [], 0
+  for n in range(N):
+    lowered = {}
+    for b in range(n * G, n * G + G):
+      gap = sum(logp_BT[b, t] - ref_BT[b, t] for t in range(length_B[b]))
+      lowered[b] = reward_B[b] - coef * gap
+    want.append(max(lowered, key=lowered.get))
+    moved += want[-1] != n * G + reward_B[n * G : n * G + G].argmax()
+  assert moved
+  padding_BT = np.where(mask_BT > 0, 0.0, np.nan)
+  select = select_stage(selection.best, G, coef)
+  kept_BT = select(verdict, mask_BT, logp_BT + padding_BT, ref_BT)
+  np.testing.assert_array_equal(np.flatnonzero(kept_BT[:, 0]), want)
+
+
+def expert_iteration(optimizer=KEEP, **kwargs):
+  return workflows.expert_iteration(
+    tiny.policy(length=4),
+    tiny.even,
+    optimizer,
+    group_size=4,
+    num_epochs=1,
+    **kwargs,
+  )
+
+
+def test_a_penalty_that_is_not_read_is_refused():
+  with pytest.raises(ValueError, match='selection.correct keeps all correct'):
+    expert_iteration(kl_reward_coef=0.1)
+  with pytest.raises(ValueError, match='set one of them to 0'):
+    expert_iteration(keep=selection.best, kl_coef=0.1, kl_reward_coef=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('weight', [None, losses.token_weight])
+def test_stale_samples_are_examples_unless_they_are_weighted(weight):
+  """The update is Σ k w ∇lp / Σ k m, where older parameters sampled."""
+  late = expert_iteration(staleness=1, importance_weight=weight)
+  state = invariance_test.begin(late)
+  behavior = late.init(jax.random.key(1)).actor.params
+  (past,) = state.past
+  state = state._replace(past=(past._replace(params=behavior),))
+  problem = jax.tree.map(jnp.asarray, tiny.problem())
+  after, info = late.step(state, problem, KEY)
+  policy = tiny.policy(length=4)
+  prompt = jax.tree.map(lambda x: jnp.repeat(x, 4, axis=0), problem.prompt)
+  x = policy.act(behavior, prompt, tiny.stages.keys(KEY, prompt), group_size=4)
+  correct_B = tiny.even(problem.answer, x.action, x.mask).correct
+  kept_BT = x.mask * correct_B[:, None]
+
+  def mean(params):
+    logp_BT = policy.evaluate(params, prompt, x.action, group_size=4).logp
+    weight_BT = 1.0
+    if weight:
+      ratio_BT = jnp.exp(jax.lax.stop_gradient(logp_BT) - x.logp)
+      weight_BT = jnp.minimum(ratio_BT, 2.0)
+    return -(kept_BT * weight_BT * logp_BT).sum() / kept_BT.sum()
+
+  want = jax.grad(mean)(state.actor.params)
+  assert invariance_test.apart(invariance_test.gradient(after), want) < 1e-4
+  assert ('rollout/logprob_gap_max' in read(info)) == bool(weight)
 
 
 @pytest.mark.slow

@@ -12,11 +12,18 @@ import jax
 import pytest
 
 import claims
+from rlinf_jax.runtime import flows
 from stages import workflows
-from stages.language import conversation, policy_stages, value_model
+from stages.language import (
+  conversation,
+  partial_rollout,
+  policy_stages,
+  value_model,
+)
 from stages.learn import advantages, losses, selection, turn_advantages
 from stages.models import lora
 from tests.rlinf_jax.runtime.plans import invariance_test, random_plans_test
+from tests.stages.language import partial_rollout_test
 import tiny
 import toy_conversation
 
@@ -34,14 +41,16 @@ def grpo(adapters=None, packed_tokens=None, **kwargs):
   )
 
 
-def teacher():
+def teacher(policy):
   """A policy with other parameters than the student's."""
-  policy = tiny.policy('float64')
   return policy._replace(init=lambda key: policy.init(jax.random.key(5)))
 
 
 CONVERSE = functools.partial(
   policy_stages.complete, converse=toy_conversation.converse(3)
+)
+PARTIAL = functools.partial(
+  partial_rollout.partial_rollouts, max_carry=1, extra_groups=3
 )
 WORKFLOWS = {
   'reinforce': lambda: workflows.reinforce(
@@ -148,15 +157,30 @@ WORKFLOWS = {
     invariance_test.KEEP,
     group_size=4,
     keep=selection.best,
-    kl_coef=0.1,
+    kl_reward_coef=0.1,
     num_minibatches=2,
+    staleness=1,
+    importance_weight=losses.sequence_weight,
   ),
   'distillation': lambda: workflows.distillation(
-    tiny.policy('float64'),
-    teacher(),
+    partial_rollout_test.policy('float64', length=12),
+    teacher(partial_rollout_test.policy('float64', length=12)),
     invariance_test.even,
     invariance_test.KEEP,
     group_size=4,
+    kl_reward_coef=0.1,
+    rollouts=PARTIAL,
+  ),
+  # Two rounds of eight groups, each with three that are carried.
+  'dapo': lambda: workflows.dapo(
+    partial_rollout_test.policy('float64', length=12),
+    invariance_test.even,
+    invariance_test.KEEP,
+    group_size=4,
+    max_rounds=2,
+    kl_reward_coef=0.1,
+    num_minibatches=2,
+    rollouts=PARTIAL,
   ),
 }
 # Prefixes of the learners of workflows with several.
@@ -174,7 +198,7 @@ def batches(name):
 
 def start(name):
   """The state before the first step."""
-  state = workflow(name).init(jax.random.key(0))
+  state = flows.first_state(workflow(name), jax.random.key(0), batches(name)[0])
   if name == 'dpo':
     # Against itself a policy has margins of zero but for rounding, whose sign
     # `train/accuracy` counts.
