@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -72,24 +73,32 @@ from rlinf_jax.system import exit_watcher
 exit_watcher.STILL = 1.0
 exit_watcher.start()
 """
+REPORT = 'The run has used no processor time'
 
 
 @pytest.mark.parametrize(
   ('statement', 'times'),
   [
-    ('time.sleep(8)', 1),
-    ('subprocess.run(["sleep", "8"])', 1),
+    ('input()', 1),
+    ('subprocess.run(["head", "-n", "1"], stdout=subprocess.DEVNULL)', 1),
     # It is reported again once it has worked.
-    ('time.sleep(8); work(0.5); time.sleep(8)', 2),
-    ('work(4)', 0),
-    ('subprocess.run([sys.executable, "-c", f"{BUSY}work(4)"])', 0),
+    ('input(); work(0.5); input()', 2),
+    # By the first report the watcher has started.
+    ('input(); work(2.5)', 1),
+    ('input(); subprocess.run([sys.executable, "-c", f"{BUSY}work(2.5)"])', 1),
   ],
 )
 def test_a_run_that_stands_still_is_reported(statement, times):
+  """It reads a line, in vain until it is reported."""
   code = f'BUSY = {BUSY!r}\nexec(BUSY){STILL}{statement}'
-  done = subprocess.run(
-    [sys.executable, '-c', code], capture_output=True, text=True, timeout=60
-  )
-  assert (done.returncode, done.stdout) == (0, '')
-  assert done.stderr.count('The run has used no processor time') == times
-  assert done.stderr.count('\n') == times
+  pipes = dict.fromkeys(('stdin', 'stdout', 'stderr'), subprocess.PIPE)
+  process = subprocess.Popen([sys.executable, '-c', code], text=True, **pipes)
+  deadline = threading.Timer(60, process.kill)  # It may never be reported.
+  deadline.start()
+  for _ in range(times):
+    assert process.stderr.readline().startswith(REPORT)
+    process.stdin.write('\n')
+    process.stdin.flush()
+  out, error = process.communicate()
+  deadline.cancel()
+  assert (process.returncode, out, error) == (0, '', '')
