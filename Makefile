@@ -42,7 +42,7 @@ runs/smollm2: | .venv/smollm
 # Everything that CI checks. Three processes share the test modules, each taking
 # the next one that is left: tests that wait, as for Ray, leave a core free. What
 # the others say follows what the first does.
-PYTEST := $(BIN)/python -m pytest -q
+PYTEST := $(BIN)/python -m pytest -q -o console_output_style=classic
 OTHERS := 2 3
 define together
 	@share=$$(mktemp -d); others=; \

@@ -1,9 +1,11 @@
 """Eight CPU devices, no network, and arrays of the dimensions that they say."""
 
+import contextlib
 import ctypes
 import functools
 import gc
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -114,7 +116,9 @@ def few_programs():
   trim()
   if psutil.Process().memory_info().rss > MEMORY:
     jax.clear_caches()
+    gc.unfreeze()
     gc.collect()
+    gc.freeze()
     trim()
 
 
@@ -243,22 +247,55 @@ def pytest_collection_finish():
   gc.freeze()
 
 
+collected = []  # Modules to share.
+
+
+class Module(pytest.Module):
+  """A module of tests that is imported when this process takes it.
+
+  To import all of them takes 15 CPU-seconds, and each process runs some.
+  """
+
+  is_taken = False
+
+  def collect(self):
+    if self.is_taken:
+      return super().collect()
+    collected.append(self)
+    return []
+
+  def take(self) -> list[pytest.Item]:
+    """Imports the module; returns the tests that the options choose."""
+    self.is_taken, session = True, self.session
+    items = list(session.genitems(self))
+    self.config.hook.pytest_collection_modifyitems(
+      session=session, config=self.config, items=items
+    )
+    session.testscollected += len(items)
+    return items
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+  if parent.config.option.share is None:
+    return None  # As pytest does.
+  return Module.from_parent(parent, path=module_path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session):
   """Runs the modules that no other process has taken yet."""
   folder = session.config.option.share
   if folder is None or session.testsfailed or session.config.option.collectonly:
     return None  # As pytest does.
-  items = taken(session.items, folder)
-  item = next(items, None)
-  while item is not None:
-    following = next(items, None)
-    item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    if session.shouldfail:
-      raise session.Failed(session.shouldfail)
-    if session.shouldstop:
-      raise session.Interrupted(session.shouldstop)
-    item = following
+  for some in taken(collected, folder):
+    items = [item for module in some for item in module.take()]
+    gc.freeze()
+    for item, following in itertools.zip_longest(items, items[1:]):
+      item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+      if session.shouldfail:
+        raise session.Failed(session.shouldfail)
+      if session.shouldstop:
+        raise session.Interrupted(session.shouldstop)
   return True
 
 
@@ -266,34 +303,27 @@ def pytest_runtestloop(session):
 COSTS = pathlib.Path(__file__).parent / 'costs.json'
 
 
-def taken(items, folder):
-  """Yields the tests of one module after the other, each taken once by a file.
+def taken(modules, folder):
+  """Yields one module after the other, each taken once by a file.
 
   Long modules come first: a long one at the end would run alone. All that
   start Ray are taken together, one after the other: Ray gives the agent of a
   node 15 seconds to start, which are too few while others start as well.
   """
-  modules = {}
-  for item in items:
-    name = item.nodeid.partition('::')[0]
-    module = getattr(item, 'module', None)
-    starts_ray = '/ray/' in name or hasattr(module, 'ray')
-    modules.setdefault('ray' if starts_ray else name, []).append(item)
-  known = json.loads(COSTS.read_text())
-
-  def seconds(name):
-    tests = modules[name]
-    slow = sum(test.get_closest_marker('slow') is not None for test in tests)
-    return known.get(name, 5 * slow)
-
+  together, seconds = {}, json.loads(COSTS.read_text())
+  for module in modules:
+    name, text = module.nodeid, module.path.read_text()
+    if '/ray/' in name or re.search('^import ray$', text, re.M):
+      name = 'ray'
+    together.setdefault(name, []).append(module)
+    seconds.setdefault(name, 5 if 'mark.slow' in text else 0)
   folder.mkdir(parents=True, exist_ok=True)
-  order = sorted(modules, key=lambda name: -seconds(name))
-  for name in order:
+  for name in sorted(together, key=lambda name: -seconds[name]):
     try:
       (folder / name.replace('/', '.')).touch(exist_ok=False)
     except FileExistsError:
       continue
-    yield from modules[name]
+    yield together[name]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -311,5 +341,9 @@ def pytest_runtest_protocol(item):
 
 
 def cpu_seconds():
-  """CPU time of this process and of its children that have ended."""
-  return sum(os.times()[:4])
+  """CPU time of this process and of all that it has started, as Ray's."""
+  seconds = sum(os.times()[:4])
+  for process in psutil.Process().children(recursive=True):
+    with contextlib.suppress(psutil.Error):
+      seconds += sum(process.cpu_times()[:4])
+  return seconds

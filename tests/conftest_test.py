@@ -1,5 +1,9 @@
 import importlib.util
 from itertools import zip_longest
+import os
+import pathlib
+import subprocess
+import sys
 import threading
 from typing import NamedTuple
 
@@ -184,28 +188,59 @@ def test_processes_share_modules_and_each_test_runs_once(
   monkeypatch.setattr(conftest, 'COSTS', tmp_path / 'costs.json')
   conftest.COSTS.write_text('{"tests/c_test.py": 3}')
 
-  class Item(NamedTuple):
+  class Module(NamedTuple):
     nodeid: str
-    slow: bool = False
+    path: pathlib.Path
 
-    def get_closest_marker(self, name):
-      return True if self.slow and name == 'slow' else None
+  def module(name, text=''):
+    path = tmp_path / name.replace('/', '.')
+    path.write_text(text)
+    return Module(f'tests/{name}_test.py', path)
 
-  items = [Item(f'tests/{m}_test.py::test_{i}') for m in 'abc' for i in '01']
-  items.append(Item('tests/d_test.py::test_0', slow=True))
-  items += [Item(f'tests/ray/{m}_test.py::test_0') for m in 'ef']
-  shares = [conftest.taken(items, tmp_path / 'of') for _ in range(processes)]
-  turns = list(zip_longest(*shares))
-  ran = [item for turn in turns for item in turn if item]
-  assert sorted(ran) == sorted(items)
-  assert ran[0].slow  # Longer than the costs of `c`.
-  assert ran[1].nodeid.startswith('tests/c_test')
-  # A module shares what is compiled and started; Rays start one by one.
-  for name in ('/a_', '/b_', '/c_', '/d_', '/ray/'):
-    of_name = {
-      i for turn in turns for i, x in enumerate(turn) if x and name in x[0]
-    }
-    assert len(of_name) == 1, name
+  slow, ray = 'pytestmark = pytest.mark.slow\n', 'import pytest\nimport ray\n'
+  modules = [
+    *(module(name) for name in 'abc'),
+    module('d', slow),
+    *(module(f'ray/{name}') for name in 'ef'),
+    module('g', ray),
+  ]
+  shares = [conftest.taken(modules, tmp_path / 'of') for _ in range(processes)]
+  turns = [
+    some for turn in zip_longest(*shares) for some in turn if some is not None
+  ]
+  assert sorted(x for some in turns for x in some) == sorted(modules)
+  assert turns[0] == modules[3:4]  # Longer than the costs of `c`.
+  assert turns[1] == modules[2:3]
+  assert modules[4:] in turns  # Rays start one by one.
+
+
+def test_a_process_imports_the_modules_that_it_takes_alone(tmp_path):
+  sources = {
+    'raises': 'raise ValueError("broken")',
+    'taken': 'import pathlib\npathlib.Path("imported").touch()',
+    'fails': 'def test_one(): pass\ndef test_other(): assert 1 == 2',
+    'passes': 'def test_one(): pass',
+  }
+  for name, source in sources.items():
+    (tmp_path / f'{name}_test.py').write_text(source)
+  (tmp_path / 'of').mkdir()
+  (tmp_path / 'of/taken_test.py').touch()  # By another process.
+  done = subprocess.run(
+    [
+      *(sys.executable, '-m', 'pytest', '-q', '--share', 'of', '.'),
+      *('--import-mode=importlib', '-p', 'tests.conftest'),
+      *('-o', 'python_files=*_test.py'),
+    ],
+    cwd=tmp_path,
+    env=os.environ | {'PYTHONPATH': os.pathsep.join(sys.path)},
+    capture_output=True,
+    text=True,
+  )
+  assert done.returncode == 1, done.stdout + done.stderr
+  *_, counts = done.stdout.strip().splitlines()
+  assert counts.startswith('1 failed, 2 passed, 1 error in ')
+  assert 'ValueError: broken' in done.stdout
+  assert not (tmp_path / 'imported').exists()
 
 
 def test_a_thread_that_computes_on_is_named_until_it_ends(monkeypatch):
