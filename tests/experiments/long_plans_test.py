@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import core_only
+import front_door
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -48,9 +49,26 @@ def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
   planned(cluster, tmp_path)
 
 
-@pytest.mark.slow
-def test_7b_has_a_plan_however_little_time_there_is(tmp_path):
-  text, data = planned('h100', tmp_path, '--plan_seconds', '0')
+def unproved(text, data):
+  """Whether a plan is reported of which nothing is proved."""
   assert 'time was up before anything was proved' in text
   assert len(data['plan']['places']) == 1
   assert data['searched']['gap'] == 1 and not data['searched']['proved']
+
+
+@pytest.mark.claims
+@pytest.mark.slow
+def test_7b_has_a_plan_however_little_time_there_is(tmp_path):
+  unproved(*planned('h100', tmp_path, '--plan_seconds', '0'))
+
+
+def test_a_recipe_has_a_plan_however_little_time_there_is(tmp_path):
+  """Of a small policy: the stages of 7B are counted on more meshes."""
+  file = tmp_path / 'plan.json'
+  done = front_door.run(
+    *('--plan_only', '--gin_file', 'gin_configs/ppo_push.gin'),
+    *('--cluster', 'gin_configs/clusters/h100.gin'),
+    *('--plan_seconds', '0', '--plan_json', str(file)),
+  )
+  assert done.returncode == 0, done.stderr
+  unproved(done.stdout, json.loads(file.read_text()))

@@ -218,10 +218,11 @@ def eager(name):
 
 
 # It cuts the batch into four pieces; `make claims` tries all plans. What these
-# two are made of, others have, too: `conversation_ppo` the same turns without
-# slots, `conversation_slots` and `conversation_policies` slots and roles.
+# are made of, others have, too: `conversation_ppo` the same turns without
+# slots, `conversation_slots` and `conversation_policies` slots and roles, and
+# `lora` and `remax` all of `reinforce_pp` that sees other rows.
 SEED = 11
-FOR_CLAIMS = {'conversation', 'conversation_roles'}
+FOR_CLAIMS = {'conversation', 'conversation_roles', 'reinforce_pp'}
 KEPT = [(SEED, name) for name in WORKFLOWS if name not in FOR_CLAIMS]
 
 
