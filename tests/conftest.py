@@ -340,10 +340,16 @@ def pytest_runtest_protocol(item):
   return result
 
 
+ray_seconds = {}  # By process; of one that has died, those last seen.
+
+
 def cpu_seconds():
-  """CPU time of this process and of all that it has started, as Ray's."""
-  seconds = sum(os.times()[:4])
+  """CPU time of this process, of children that have ended, and of Ray's.
+
+  Ray does not wait for the processes that it ends, which would count them.
+  """
   for process in psutil.Process().children(recursive=True):
     with contextlib.suppress(psutil.Error):
-      seconds += sum(process.cpu_times()[:4])
-  return seconds
+      if process.name().startswith('ray::'):
+        ray_seconds[process.pid] = sum(process.cpu_times()[:2])
+  return sum(os.times()[:4]) + sum(ray_seconds.values())

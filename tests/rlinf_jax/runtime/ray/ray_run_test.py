@@ -253,9 +253,11 @@ def test_a_run_continues_when_its_processes_are_killed(
   assert_same(folder, one)
 
 
+@pytest.mark.claims
 def test_a_run_continues_when_a_process_that_shares_a_device_dies(
   tmp_path, model, one
 ):
+  """In `make test`, `ray_share_test` starts a runtime of such places again."""
   folder = tmp_path / 'run'
   process = start_run(folder, model, RAY, plan=SHARED)
   kill_after(process, folder, [(1, 1)])  # Long before the checkpoint of 5.
