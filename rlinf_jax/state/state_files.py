@@ -7,7 +7,6 @@ in no file.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-import contextlib
 import math
 import pathlib
 from typing import Any, NamedTuple
@@ -88,14 +87,20 @@ def start_writing(
   copies = {name: x.copy() for name, x in arrays.items() if x.size}
   if not copies:
     return lambda: None
-  with contextlib.ExitStack() as stack:
-    writer = stack.enter_context(ocp.StandardCheckpointer())
+  # No context: orbax would leave it where `finish` is never called, as after a
+  # failure of another part, and close it after JAX when the program ends.
+  writer = ocp.StandardCheckpointer()
+  try:
     writer.save(folder.absolute(), copies)
-    opened = stack.pop_all()
+  except BaseException:
+    writer.close()
+    raise
 
   def finish():
-    with opened:
+    try:
       writer.wait_until_finished()
+    finally:
+      writer.close()
 
   return finish
 

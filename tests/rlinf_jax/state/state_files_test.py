@@ -3,11 +3,14 @@
 import functools
 import gc
 import shutil
+import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from rlinf_jax.run_files import checkpoint
@@ -206,3 +209,24 @@ def test_a_checkpoint_of_another_layout_is_refused_in_a_sentence(tmp_path):
   with pytest.raises(ValueError, match='1/state was written by an earlier ver'):
     saved.load(files, state(), {'n': np.zeros(1)})
   files.close()
+
+
+def test_a_part_that_is_not_waited_for_is_not_closed_as_a_program_ends(
+  tmp_path, monkeypatch
+):
+  """That would start JAX again at the end of a program, which would hang."""
+  closed = []
+  close = ocp.StandardCheckpointer.close
+  monkeypatch.setattr(
+    ocp.StandardCheckpointer, 'close', lambda x: closed.append(x)
+  )
+  finish = state_files.start_writing(tmp_path / 'part', {'w': jnp.ones(3)})
+  for thread in threading.enumerate():
+    if thread.name == 'async_save':
+      thread.join(30)  # Until then, it holds the writer.
+  finish = weakref.ref(finish)
+  gc.collect()
+  assert finish() is None and not closed
+  monkeypatch.setattr(ocp.StandardCheckpointer, 'close', close)
+  state_files.start_writing(tmp_path / 'other', {'w': jnp.ones(3)})()
+  assert state_files.stored(tmp_path).keys() == {'w'}
