@@ -2,7 +2,10 @@
 
 import numpy as np
 
-BATCH = 1024  # Sets that are split at once.
+# Sets that are split at once. With more, a call of NumPy bounds more of them,
+# but more are split that a plan found meanwhile would have excluded.
+BATCH = 256
+GUESSED = 64  # Sets that plans are guessed from.
 
 
 class PlanSets:
@@ -133,12 +136,15 @@ class PlanSets:
     return bounds
 
   def take(self, search):
-    """Removes and returns the sets of least bounds; drops hopeless ones."""
+    """Removes and returns the sets of least bounds; drops hopeless ones.
+
+    Of sets with equal bounds, the newest come first. They are the smallest, so
+    plans are reached sooner. Without a rule, the order would be that of a sort,
+    which differs between processors, and with it the number of bounds.
+    """
     keep = np.flatnonzero(self.bounds < search.enough)
-    order = keep
-    if len(keep) > BATCH:
-      order = keep[np.argpartition(self.bounds[keep], BATCH)]
-    first, rest = order[:BATCH], order[BATCH:]
+    order = keep[np.lexsort((-keep, self.bounds[keep]))]
+    first, rest = order[:BATCH], np.sort(order[BATCH:])
     taken = self.part[first], self.low[first], self.high[first]
     self.part, self.low, self.high = (
       x[rest] for x in (self.part, self.low, self.high)
@@ -176,7 +182,7 @@ class PlanSets:
     They come from the sets of least bounds; a good guess lowers `search.best`
     early.
     """
-    first = np.argsort(self.bounds, kind='stable')[: BATCH // 4]
+    first = np.argsort(self.bounds, kind='stable')[:GUESSED]
     part, low, high = self.part[first], self.low[first], self.high[first]
     if not len(part):
       return []
