@@ -10,10 +10,10 @@ from experiments.claims import figure
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_commands_name_files_that_exist():
+def test_commands_name_files_and_folders_that_exist():
   for claim in claims_main.read():
     for path in re.findall(
-      r'(?:tests|gin_configs|experiments)/[\w/]+\.(?:py|gin|txt)\b',
+      r'(?<![\w/])(?:tests|gin_configs|experiments)/[\w/]+(?:\.(?!venv)\w+)?',
       ' '.join(claim.commands),
     ):
       assert (ROOT / path).exists(), f'{claim.name} names {path}.'
