@@ -164,6 +164,9 @@ class Moments(NamedTuple):
 class ExplainedVariance(NamedTuple):
   """Explained variance of returns R by values v: 1 − Var(R − v) / Var(R).
 
+  It is left out of the log where all R are equal, as far as float32 can tell:
+  there is nothing to explain, and rounding would decide.
+
   Attributes:
     residual: moments of R − v.
     target: moments of R.
@@ -178,8 +181,11 @@ class ExplainedVariance(NamedTuple):
     )
 
   def value(self):
-    residual, target = (x.value()['_std'] ** 2 for x in self)
-    return {'': 1.0 - residual / np.maximum(target, 1e-12)}
+    error, spread = (x.value()['_std'] for x in self)
+    size = abs(self.target.mean) + abs(self.residual.mean) + error
+    if spread <= 1e-6 * size:
+      return {}
+    return {'': 1.0 - (error / spread) ** 2}
 
 
 class Histogram(NamedTuple):

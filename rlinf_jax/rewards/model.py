@@ -53,7 +53,7 @@ def reward_model(
     name: its name in metrics and in plans.
     length: maximum number of tokens of a conversation that is tokenized again;
       longer conversations lose their first tokens.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: as in `huggingface.load_config`.
     packed_tokens: tokens of a packed row, which holds several conversations
       without padding: at least the most of a prompt and of its completion
       together, or `length` where they are tokenized again. None for a row each.

@@ -43,7 +43,7 @@ def value_model(
       the folder of the policy.
     trunk: 'own' for a second transformer, which learns by itself; 'policy' for
       a head on the transformer of the policy, which both train.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: as in `huggingface.load_config`.
     remat: as in `transformer.Config`.
     attention: likewise.
     packed_tokens: as in `value_model.own_trunk`.
@@ -81,7 +81,7 @@ def reward_model(
 
   Args:
     checkpoint: folder of a classifier of one label.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: as in `huggingface.load_config`.
     packed_tokens: as in `value_model.own_trunk`; at least the tokens of a
       prompt and of its completion.
 

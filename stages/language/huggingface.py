@@ -85,7 +85,8 @@ def load_config(
 
   Args:
     checkpoint: folder of a Hugging Face checkpoint.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: type of the arithmetic; that of the checkpoint if None, or bfloat16
+      for one in float16, whose gradients would be rounded to zero.
     remat: as in `transformer.Config`.
     attention: likewise.
 
@@ -218,7 +219,7 @@ def policy(
       `families.FAMILIES`.
     response_length: maximum tokens of a completion.
     sampling: distribution to sample from.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: as in `load_config`.
     remat: as in `transformer.Config`.
     attention: likewise.
     max_live_logits: as in `language_model.policy`.

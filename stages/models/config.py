@@ -12,6 +12,7 @@ from stages.models.layers import attention, mixed_precision
 from stages.models.layers import rope as rope_lib
 
 Activation = Literal['silu', 'gelu_tanh']
+DTYPES = 'float32', 'bfloat16', 'float64'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,8 +109,9 @@ class Config:
       equal. Empty if no layer has one.
     local_rope: rotary embedding of layers with a window; `rope` if None.
     tie_embeddings: whether the output layer is the embedding.
-    dtype: type of the arithmetic. Parameters are stored in float32 or wider:
-      in bfloat16, updates below 1/256 of a weight would be rounded away.
+    dtype: type of the arithmetic, one of `DTYPES`. Parameters are stored in
+      float32 or wider: in bfloat16, updates below 1/256 of a weight would be
+      rounded away.
     remat: activations stored for the backward pass: 'none' to store all, or
       the name of a policy in `jax.checkpoint_policies`, such as
       'nothing_saveable'; 'auto' for that of the plan, and all without one.
@@ -175,6 +177,12 @@ class Config:
     if self.H % self.K:
       raise ValueError(
         f'{self.H} query heads cannot share {self.K} key-value heads evenly.'
+      )
+    if self.dtype not in DTYPES:
+      raise ValueError(
+        f'Arithmetic in {self.dtype} is not supported: gradients of float16 '
+        'are rounded to zero below 6e-8. Choose one of '
+        f'{", ".join(DTYPES)} (dtype of huggingface.policy).'
       )
     kernels.check(self.attention)
     if self.remat != remat_lib.AUTO:

@@ -117,7 +117,8 @@ def read(
 
   Args:
     raw, path: as in `family_of`.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: type of the arithmetic; that of the checkpoint if None, or bfloat16
+      for one in float16.
     remat, attention: as in `transformer.Config`.
 
   Raises:
@@ -180,12 +181,21 @@ def _translated(
     score_softcap=getattr(c, 'attn_logit_softcapping', None),
     logit_softcap=getattr(c, 'final_logit_softcapping', None),
     tie_embeddings=c.tie_word_embeddings,
-    dtype=dtype or raw.get('dtype') or raw.get('torch_dtype') or 'float32',
+    dtype=dtype or _arithmetic(raw),
     remat=remat,
     init_stddev=c.initializer_range,
     vision=vision,
     **settings,
   )
+
+
+def _arithmetic(raw: dict[str, Any]) -> str:
+  """The type of the arithmetic where none is chosen: that of the weights.
+
+  In place of float16 it is bfloat16, which has the range of float32.
+  """
+  stored = raw.get('dtype') or raw.get('torch_dtype') or 'float32'
+  return 'bfloat16' if stored == 'float16' else stored
 
 
 def _experts(c) -> dict[str, Any]:

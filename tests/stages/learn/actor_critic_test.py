@@ -176,3 +176,12 @@ def test_the_explained_share_of_a_variance_is_numpys():
   merged = functools.reduce(metrics.merge, parts)
   want = 1 - np.var(return_ - value) / np.var(return_)
   np.testing.assert_allclose(merged.value()[''], want, rtol=1e-5)
+
+
+def test_equal_returns_have_no_variance_to_explain():
+  value = np.random.default_rng(0).normal(size=60).astype(np.float32)
+  for return_ in 0.0, 1.0:
+    # As of an advantage and a value: float32 rounds them apart.
+    returns = (return_ - value) + value
+    metric = metrics.explained_variance(value, returns)
+    assert metrics.read({'train/explained_variance': metric})[0] == {}

@@ -95,6 +95,14 @@ def test_refused_memory_is_not_blamed_on_the_file(tmp_path, monkeypatch):
     load(tmp_path)
 
 
+@pytest.mark.parametrize('key', ['dtype', 'torch_dtype'])
+def test_a_model_in_float16_is_computed_in_bfloat16(key, tmp_path):
+  assert load(tmp_path, **{key: 'float16'}).dtype == 'bfloat16'
+  assert load(tmp_path, **{key: 'float32'}).dtype == 'float32'
+  with pytest.raises(ValueError, match='Arithmetic in float16 is not supp'):
+    huggingface.load_config(tmp_path, dtype='float16')
+
+
 def test_a_right_configuration_is_read(tmp_path):
   config = load(tmp_path, head_dim=None, sliding_window=None)
   assert (config.D, config.L, config.W) == (24, 2, 6)
