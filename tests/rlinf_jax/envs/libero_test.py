@@ -1,5 +1,6 @@
 """LIBERO in a pool: every task that there are meshes for."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -27,8 +28,9 @@ needs_meshes = pytest.mark.skipif(
 HOLD = np.array([0, 0, 0, 0, 0, 0, -1], np.float32)
 
 
-@pytest.fixture
-def make():
+@contextlib.contextmanager
+def makes():
+  """Makes pools, and closes them in the end."""
   pools = []
 
   def make_pool(n, processes=1, **settings):
@@ -38,6 +40,36 @@ def make():
   yield make_pool
   for pool in pools:
     pool.close()
+
+
+@pytest.fixture
+def make():
+  with makes() as make_pool:
+    yield make_pool
+
+
+# Starting a pool takes five CPU-seconds.
+@pytest.fixture(scope='module')
+def of_cheese():
+  """Two environments of the cream cheese."""
+  setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
+  with makes() as make_pool:
+    yield make_pool(2, step_timeout=300.0, **setting)
+
+
+CAMERAS = {
+  'suite': SUITES[1],
+  'cameras': ('front', 'wrist'),
+  'image_size': 64,
+  'step_timeout': 300.0,
+}
+
+
+@pytest.fixture(scope='module')
+def with_cameras():
+  """An environment of the alphabet soup, and one of the cream cheese."""
+  with makes() as make_pool:
+    yield make_pool(2, task_ids=(0, 1), **CAMERAS)
 
 
 @needs_meshes
@@ -74,15 +106,8 @@ def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
 
 
 @needs_meshes
-def test_observations_hold_images_by_camera_and_the_instruction(make):
-  tasks = (0, 1)
-  setting = {
-    'suite': SUITES[1],
-    'cameras': ('front', 'wrist'),
-    'image_size': 64,
-  }
-  pool = make(2, task_ids=tasks, step_timeout=300.0, **setting)
-  token, obs = pool.init([0, 0])
+def test_observations_hold_images_by_camera_and_the_instruction(with_cameras):
+  token, obs = with_cameras.init([0, 0])
   instructions = [bytes(x).rstrip(b'\0').decode() for x in obs['instruction']]
   assert instructions == [
     f'pick up the {thing} and place it in the basket'
@@ -91,7 +116,7 @@ def test_observations_hold_images_by_camera_and_the_instruction(make):
   for image in obs['image'].values():
     assert image.shape == (2, 64, 64, 3) and image.dtype == np.uint8
     assert image.std() > 10  # It shows something.
-  token, timestep = pool.step(token, np.stack([HOLD, HOLD]))
+  token, timestep = with_cameras.step(token, np.stack([HOLD, HOLD]))
   assert timestep.obs['state'].shape == obs['state'].shape
 
 
@@ -113,30 +138,17 @@ def test_a_camera_that_there_is_not_is_refused():
 
 
 @needs_meshes
-def test_observations_are_as_in_published_data_sets(make):
-  setting = {
-    'suite': SUITES[1],
-    'cameras': ('front', 'wrist'),
-    'image_size': 64,
-  }
+def test_observations_are_as_in_published_data_sets(make, with_cameras):
   prompts = {
     'token': np.arange(30, dtype=np.int32).reshape(10, 3),
     'mask': np.ones((10, 3), np.int32),
   }
-  plain = make(1, task_ids=(1,), step_timeout=300.0, **setting)
-  other = make(
-    1,
-    task_ids=(1,),
-    step_timeout=300.0,
-    as_published=True,
-    prompts=prompts,
-    **setting,
-  )
-  (_, want), (_, obs) = plain.init([0]), other.init([0])
+  other = make(1, task_ids=(1,), as_published=True, prompts=prompts, **CAMERAS)
+  (_, want), (_, obs) = with_cameras.init([0, 0]), other.init([0])
   assert {*obs} == {'state', 'image', 'prompt'}
   np.testing.assert_array_equal(obs['prompt']['token'], [[3, 4, 5]])
   for name, image in obs['image'].items():
-    np.testing.assert_array_equal(image, want['image'][name][:, :, ::-1])
+    np.testing.assert_array_equal(image, want['image'][name][1:, :, ::-1])
   assert obs['state'].shape == (1, 8) and np.isfinite(obs['state']).all()
   # The gripper looks down: about half a turn around the first axis.
   axis = obs['state'][0, 3:6]
@@ -144,9 +156,9 @@ def test_observations_are_as_in_published_data_sets(make):
 
 
 @needs_meshes
-def test_a_gripper_that_opens_by_one_is_turned_to_libero_s_own(make):
+def test_a_gripper_that_opens_by_one_is_turned_to_libero_s_own(make, of_cheese):
   setting = {'suite': SUITES[1], 'task_ids': (1,), 'step_timeout': 300.0}
-  plain, turned = make(1, **setting), make(1, gripper_opens=True, **setting)
+  plain, turned = of_cheese, make(1, gripper_opens=True, **setting)
   assert (plain.spec.low[-1], turned.spec.low[-1]) == (-1.0, 0.0)
   shown = []
   for pool, opens, closes in ((plain, -1.0, 1.0), (turned, 0.7, 0.2)):
@@ -162,11 +174,9 @@ def test_a_gripper_that_opens_by_one_is_turned_to_libero_s_own(make):
 
 
 @needs_meshes
-def test_the_script_puts_the_cream_cheese_into_the_basket(make):
-  setting = {'suite': SUITES[1], 'task_ids': (1,), 'horizon': 100}
-  pool = make(2, step_timeout=300.0, **setting)
+def test_the_script_puts_the_cream_cheese_into_the_basket(of_cheese):
   x, succeeded = demonstrations.collect(
-    env_pool.from_pool(pool),
+    env_pool.from_pool(of_cheese),
     libero_script.to_basket,
     num_envs=2,
     noise_std=0.0,
@@ -226,7 +236,8 @@ def test_an_evaluation_starts_in_every_initial_state_once(
 
 
 @needs_meshes
-def test_environments_tell_their_tasks_by_name():
+def test_environments_tell_their_tasks_by_name(of_cheese, monkeypatch):
+  monkeypatch.setattr(env_pool, 'make_pool', lambda *_, **__: of_cheese)
   settings = {'num_envs': 5, 'suite': SUITES[1], 'step_timeout': 300.0}
   env = libero.env(task_ids=(3, 0, 3), group_size=2, **settings)
   names = libero_files.tasks(SUITES[1])

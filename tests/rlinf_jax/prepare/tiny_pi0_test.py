@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import claims
 from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.data.episodes import statistics
@@ -45,7 +46,7 @@ def small_config(adaptive):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('name', ['pi0', 'pi05'])
+@pytest.mark.parametrize('name', claims.some(['pi0', 'pi05'], keep=['pi05']))
 def test_fine_tuning_exports_weights_and_statistics(folder, tmp_path, name):
   adaptive = name == 'pi05'
   words, data = (str(folder / x) for x in ('words', 'data'))

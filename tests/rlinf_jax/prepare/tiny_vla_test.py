@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+import claims
 from rlinf_jax import evaluate, train
 from rlinf_jax.config import config
 from rlinf_jax.data.episodes import source, statistics
@@ -47,7 +48,10 @@ def test_episodes_are_of_the_controller_that_does_what_words_say(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('film, augment', [(False, True), (True, False)])
+@pytest.mark.parametrize(
+  'film, augment',
+  claims.some([(False, True), (True, False), (True, True)], [(True, True)]),
+)
 def test_fine_tuning_exports_the_published_layout(
   folder, tmp_path, film, augment
 ):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import claims
 from stages import base
 from stages.language import language_model, sample
 from stages.language.decoding import parts
@@ -219,7 +220,7 @@ def test_chunks_of_time_do_not_change_gradients(bonus):
   same(chunked(bonus), gradient()(bonus))
 
 
-@pytest.mark.parametrize('tokens', [1, 3, 5, 7])
+@pytest.mark.parametrize('tokens', claims.some([1, 3, 5, 7], keep=[3]))
 def test_chunks_that_do_not_divide_a_row_score_alike(tokens):
   want = evaluate(sampling=CUT)(params(), prompts(), ACTION)
   chunked = evaluate(sampling=CUT, max_live_logits=tokens * B * CONFIG.V)
