@@ -100,7 +100,8 @@ class Experience(NamedTuple):
     obs: observation before the first action (language), or before each.
     action: actions taken: tokens [B, T], or vectors [B, T, A].
     logp: log-probability of each action under the distribution that it was
-      sampled from, at the time of sampling.
+      sampled from, at the time of sampling. In an environment, it may have more
+      dimensions than steps, see `granularity`.
     mask: 1 where `action` is the policy's own; 0 on tokens of an environment
       between its turns, and after the end of a row.
     truncated: 1 where a limit of length ended the row [B], or a limit of time
@@ -124,11 +125,13 @@ class Experience(NamedTuple):
       replayed.
     env_failed: 1 where the environment of a conversation failed, whose row then
       has no reward and a mask of zeros; None where none can fail.
+    steps: steps of the environment that each chunk of actions took; None where
+      an action is one step.
   """
 
   obs: Any
   action: Any
-  logp: Float[Array, 'B T']
+  logp: Float[Array, 'B T'] | Float[Array, 'B T ...']
   mask: Float[Array, 'B T']
   truncated: Float[Array, '...']
   version: Int[Array, 'B T'] | None = None
@@ -143,6 +146,7 @@ class Experience(NamedTuple):
   arrival: Int[Array, ' B'] | None = None
   routing: Any = None
   env_failed: Float[Array, ' B'] | None = None
+  steps: Float[Array, 'B T'] | None = None
 
 
 class Completions(NamedTuple):
@@ -196,14 +200,14 @@ class Evaluation(NamedTuple):
   """A policy's assessment of given actions.
 
   Attributes:
-    logp: log-probability of each action.
-    entropy: entropy of the distribution at each action, in nats.
+    logp: log-probability of each action, in the shape of `Experience.logp`.
+    entropy: entropy of the distribution of each, in nats.
     value: critic's estimate before each action; None without a critic.
     balance: a `language.scoring.balance.Balance`; None unless it was asked for.
   """
 
-  logp: Float[Array, 'B T']
-  entropy: Float[Array, 'B T']
+  logp: Float[Array, 'B T'] | Float[Array, 'B T ...']
+  entropy: Float[Array, 'B T'] | Float[Array, 'B T ...']
   value: Float[Array, 'B T'] | None = None
   balance: Any = None
 

@@ -59,14 +59,14 @@ def bounded(squash: bool, low, high, chunk: int, action):
 
 
 def log_slope(x, low, high):
-  """Σ log of the derivative of the squashed action by the sample `x`.
+  """Log of the derivative of each squashed number by the sample `x`.
 
     log((high − low) / 2) + 2 (log 2 − x − softplus(−2x))
 
   The second term is log(1 − tanh² x), exact for large |x| too.
   """
   slope = 2.0 * (math.log(2.0) - x - jax.nn.softplus(-2.0 * x))
-  return (slope + broadcast(jnp.log(0.5 * (high - low)), x)).sum(-1)
+  return slope + broadcast(jnp.log(0.5 * (high - low)), x)
 
 
 def broadcast(x, like):

@@ -13,7 +13,7 @@ import functools
 import jax.numpy as jnp
 
 import stages
-from stages import base, metrics
+from stages import base, granularity, metrics
 from stages.envs.rollouts import obs_stats
 from stages.learn import loss_terms
 
@@ -46,6 +46,7 @@ def logprob_gap(x: base.Experience) -> base.Info:
   """Distance between log-probs of scoring and of sampling, nats an action."""
   if x.proximal is None:
     return {}
+  x = granularity.by_row(x)
   gap = jnp.where(x.mask > 0, jnp.abs(x.proximal - x.logp), 0.0)
   return {
     'rollout/logprob_gap_mean': metrics.mean(gap, x.mask),
@@ -54,7 +55,7 @@ def logprob_gap(x: base.Experience) -> base.Info:
 
 
 def logp_of_steps(policy: base.Policy, params, stats, obs, action):
-  """Log-probabilities of actions in environments, [B, T].
+  """Log-probabilities of actions in environments, [B, T] or more.
 
   Args:
     policy: the policy.

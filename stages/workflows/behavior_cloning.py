@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 import stages
-from stages import base, metrics, tree_paths
+from stages import base, granularity, metrics, tree_paths
 from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.envs.rollouts import embodied, obs_stats
@@ -77,10 +77,10 @@ def behavior_cloning(
       loss_B = policy.imitation_loss(params, obs, x.action, *key_B, train=True)
       return (metrics.mean(loss_B),), {'train/loss': metrics.mean(loss_B)}
     now = policy.evaluate(params, obs, x.action)
-    mean = metrics.mean(-now.logp)
+    mean = metrics.mean(-granularity.whole(now.logp, 1))
     return (mean,), {
       'train/loss': mean,
-      'train/entropy': metrics.mean(now.entropy),
+      'train/entropy': metrics.mean(granularity.whole(now.entropy, 1)),
     }
 
   learn = train_step.learner(loss, optimizer, unbatched=(0, 1))
@@ -128,7 +128,8 @@ def agreement(policy: base.Policy) -> Callable:
     if policy.imitation_loss is not None:
       loss_B = policy.imitation_loss(params, x.obs, x.action, *key_B)
     else:
-      loss_B = -policy.evaluate(params, x.obs, x.action).logp
+      logp = policy.evaluate(params, x.obs, x.action).logp
+      loss_B = -granularity.whole(logp, 1)
     n = 1 if policy.imitation_is_mean else math.prod(x.action.shape[1:])
     return {
       'eval/loss': metrics.mean(loss_B),

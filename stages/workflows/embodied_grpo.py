@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics, ranges
+from stages import base, granularity, metrics, ranges
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
@@ -92,7 +92,7 @@ def embodied_grpo(
     clip_high: how far it may rise above 1.
     dual_clip: bound of the loss where the advantage is negative; None for none.
     kl_coef: weight of the KL to the initial policy; 0 keeps no copy of it.
-    kl_estimator: `logp, ref_logp -> KL`, for each step.
+    kl_estimator: `logp, ref_logp -> KL`, for each log-probability.
     entropy_coef: weight of the entropy bonus.
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch, shuffled anew in each.
@@ -108,11 +108,11 @@ def embodied_grpo(
       the states of first steps are known to be equal. None for one advantage an
       episode.
     aggregate: `loss_BT, mask_BT -> metrics.Mean`: the mean of the losses of
-      all steps, such as `losses.token_mean`.
-    importance_weight: `proximal_logp, behavior_logp, mask -> weight` of the
-      loss of each step. Steps have weights where acting rounds
-      log-probabilities in another way than learning, as in bfloat16; see
-      `rollout_correction`.
+      all steps, or of all their tokens or actions where the policy has
+      log-probabilities of these (`granularity`), such as `losses.token_mean`.
+    importance_weight: `proximal_logp, behavior_logp, mask -> weight` of each
+      loss. There are weights where acting rounds log-probabilities in another
+      way than learning, as in bfloat16; see `rollout_correction`.
     importance_bound: `weight, importance_cap -> weight`.
     importance_cap: bound of the weights.
     normalize_obs: whether observations are normalized by running moments.
@@ -140,8 +140,8 @@ def embodied_grpo(
   minibatch = minibatches.minibatches(
     'shuffled', num_minibatches, num_epochs, group_size
   )
-  loss = objectives.policy(
-    lambda params, x: policy.evaluate(params, x.obs, x.action),
+  loss = objective(
+    policy,
     clip=loss_terms.Clip(clip_low, clip_high, dual_clip),
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     entropy_coef=entropy_coef,
@@ -156,9 +156,7 @@ def embodied_grpo(
   update_obs_stats = embodied.update_obs_stats(
     env, normalize_obs and init_from is None
   )
-  learn = train_step.learner(
-    with_normalized_obs(loss), optimizer, unbatched=(0, 1)
-  )
+  learn = train_step.learner(loss, optimizer, unbatched=(0, 1))
 
   def init(key):
     params, stats = embodied.init(policy, env, key, normalize_obs, init_from)
@@ -209,12 +207,24 @@ def _estimator(
   )
 
 
-def with_normalized_obs(loss: Callable) -> Callable:
-  """Returns the loss as a function of raw observations and their statistics."""
+def objective(policy: base.Policy, **settings) -> Callable:
+  """Returns the loss `params, obs_stats, experience, ref_logp -> Loss`.
+
+  Args:
+    policy: the policy.
+    **settings: of `objectives.policy`.
+  """
+
+  def evaluate(params, x: base.Experience):
+    now = policy.evaluate(params, x.obs, x.action)
+    return granularity.evaluation_by_row(now, x)
+
+  loss = objectives.policy(evaluate, **settings)
 
   def run(params, stats, x: base.Experience, ref_logp):
-    obs = obs_stats.normalize(stats, x.obs)
-    return loss(params, x._replace(obs=obs), ref_logp)
+    x = granularity.by_row(x._replace(obs=obs_stats.normalize(stats, x.obs)))
+    ref_logp = jax.tree.map(lambda lp: lp.reshape(x.logp.shape), ref_logp)
+    return loss(params, x, ref_logp)
 
   return run
 
@@ -254,6 +264,7 @@ def group_advantage(
   return {
     'mask': mask_BT,
     'advantage': jnp.where(mask_BT > 0, advantage_BT, 0.0),
+    'steps': timestep.steps,
   }
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 import stages
-from stages import base, metrics, ranges
+from stages import base, granularity, metrics, ranges
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
 from stages.envs.rollouts import embodied, obs_stats, rollout
@@ -73,6 +73,10 @@ def embodied_ppo(
   """Collects steps in many environments and learns from all of them.
 
     L = mean(max(−ρ A, −clip(ρ) A) + c_v L_value − c_e H)
+
+  Where the policy has log-probabilities of tokens or of actions of a chunk
+  (`granularity`), ρ and H are theirs, with A and L_value of their step, and the
+  mean is over all of them.
 
   Args:
     env: environments to act in.
@@ -218,6 +222,7 @@ def compute_advantages(
     'discount': discount,
     'continue_': continue_,
     'return_': advantage + value,
+    'steps': timestep.steps,
   }
 
 
@@ -279,18 +284,23 @@ def objective(
   def loss(params, stats, x: base.Experience):
     obs = obs_stats.normalize(stats, x.obs)
     now = policy.evaluate(params, obs, x.action)
-    policy_loss, ratio_info = clipped(now.logp, x)
-    value_loss = critic_loss(now.value, x)
-    total = policy_loss + value.coef * value_loss - entropy_coef * now.entropy
-    old_logp = rollout_correction.old_logp(x)
-    kl = metrics.mean(losses.kl_k3(old_logp, now.logp), x.mask)
+    value_loss, rows = critic_loss(now.value, x), granularity.by_row(x)
+    now, mask = granularity.evaluation_by_row(now, rows), rows.mask
+    policy_loss, ratio_info = clipped(now.logp, rows)
+    total = policy_loss - entropy_coef * now.entropy
+    # One mean: another denominator would double the memory of gradients.
+    total += value.coef * granularity.spread(value_loss, total)
+    old_logp = rollout_correction.old_logp(rows)
+    kl = metrics.mean(losses.kl_k3(old_logp, now.logp), mask)
     info = ratio_info | {
-      'train/policy_loss': metrics.mean(policy_loss, x.mask),
+      'train/policy_loss': metrics.mean(policy_loss, mask),
       'train/value_loss': metrics.mean(value_loss, x.mask),
-      'train/entropy': metrics.mean(now.entropy, x.mask),
-      'train/kl_behavior': metrics.mean(losses.kl_k3(x.logp, now.logp), x.mask),
+      'train/entropy': metrics.mean(now.entropy, mask),
+      'train/kl_behavior': metrics.mean(
+        losses.kl_k3(rows.logp, now.logp), mask
+      ),
     }
-    return train_step.Loss((losses.token_mean(total, x.mask),), info, kl)
+    return train_step.Loss((losses.token_mean(total, mask),), info, kl)
 
   return loss
 

@@ -349,16 +349,25 @@ def describe(
 def transition_shapes(
   policy: base.Policy, env: env_lib.Env
 ) -> replay_lib.Transition:
-  """Shapes of one transition."""
+  """Shapes of one transition.
 
-  def env_action(key):
+  Raises:
+    ValueError: for a policy with several log-probabilities a step.
+  """
+
+  def act(key):
     obs = jax.tree.map(
       lambda x: jnp.zeros((1, *x.shape), x.dtype), env.obs_spec
     )
     x = policy.act(policy.init(key), obs, key[None])
-    return policy.to_env_action(x.action)[0]
+    return policy.to_env_action(x.action)[0], x.logp
 
-  action = jax.eval_shape(env_action, jax.random.key(0))
+  action, logp = jax.eval_shape(act, jax.random.key(0))
+  if logp.ndim > 1:
+    raise ValueError(
+      'The policy has log-probabilities of tokens or actions, and SAC takes '
+      "that of a whole chunk: leave out `logp_of`, or set it to 'chunk'."
+    )
   number = jax.ShapeDtypeStruct((), jnp.result_type(float))
   return replay_lib.Transition(
     env.obs_spec, action, number, number, env.obs_spec

@@ -5,7 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 
-from stages import base, ranges
+from stages import base, granularity, ranges
 from stages.envs import env as env_lib
 from stages.models.control import cnn, mlp, shared_encoder
 
@@ -16,14 +16,14 @@ def policy(
   width: ranges.PositiveInt = 64,
   chunk: ranges.PositiveInt = 1,
   critic: bool = True,
+  logp_of: granularity.LogpOf = 'chunk',
   camera_encoder: cnn.Config = cnn.Config(),
   ignored: tuple[str, ...] = (),
 ) -> base.Policy:
   """An actor and a critic, two small networks, for discrete actions.
 
   The choices of the dimensions of an action are independent, given the
-  observation: an action's log-probability is the sum of theirs. An `action` is
-  the vector of their indices, int32 [A].
+  observation. An `action` is the vector of their indices, int32 [A].
 
   Args:
     env: its actions are discrete; its observations are vectors and images,
@@ -31,6 +31,7 @@ def policy(
     width: of the hidden layers.
     chunk: steps that are decided at a time, as in `gaussian_policy.policy`.
     critic: whether the policy has a critic.
+    logp_of: what has a log-probability, see `granularity`; a token is a choice.
     camera_encoder: the network of each camera, if there are images.
     ignored: names of observations that the policy does not read.
 
@@ -44,6 +45,7 @@ def policy(
       'choices: use gaussian_policy.policy.'
     )
   choices = env.action_choices * chunk
+  reduce = granularity.reducer(logp_of, chunk)
   config = mlp.Config(sum(choices), width, width)
   networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
@@ -71,17 +73,20 @@ def policy(
     else:
       action_BA = jax.vmap(draw)(key_B, *logps)
     action_BA = action_BA.astype(jnp.int32)
-    logp_B = _taken(logps, action_BA)
-    one_B = jnp.ones_like(logp_B)
-    return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
+    logp = reduce(_taken(logps, action_BA))
+    one_B = jnp.ones_like(logps[0][:, 0])
+    return base.Experience(obs, action_BA, logp, one_B, 0.0 * one_B)
 
   def evaluate(params, obs, action, *, group_size=1):
     del group_size
     x = networks.encode(params, obs)
     logps = log_probabilities(params, x)
-    entropy = sum(-(jnp.exp(logp) * logp).sum(-1) for logp in logps)
-    value = networks.value(params, x) if critic else None
-    return base.Evaluation(_taken(logps, action), entropy, value)
+    entropies = [-(jnp.exp(logp) * logp).sum(-1) for logp in logps]
+    return base.Evaluation(
+      reduce(_taken(logps, action)),
+      reduce(jnp.stack(entropies, -1)),
+      networks.value(params, x) if critic else None,
+    )
 
   def value(params, obs):
     return networks.value(params, networks.encode(params, obs))
@@ -98,9 +103,9 @@ def policy(
 
 
 def _taken(logps, action):
-  """The log-probability of the choices in `action`, [..., A] to [...]."""
+  """The log-probability of each choice in `action`, [..., A]."""
   taken = [
     jnp.take_along_axis(logp, action[..., i, None], -1)[..., 0]
     for i, logp in enumerate(logps)
   ]
-  return sum(taken)
+  return jnp.stack(taken, -1)

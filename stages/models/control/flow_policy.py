@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 import numpy as np
 
-from stages import base, ranges
+from stages import base, granularity, ranges
 from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models.control import (
@@ -102,6 +102,7 @@ def policy(
   num_steps: ranges.PositiveInt = 4,
   exploration: Exploration = Exploration(),
   critic: bool = True,
+  logp_of: granularity.LogpOf = 'chunk',
   camera_encoder: cnn.Config = cnn.Config(),
   ignored: tuple[str, ...] = (),
 ) -> base.Policy:
@@ -118,6 +119,7 @@ def policy(
     num_steps: K, steps from noise to an action.
     exploration: how actions are sampled.
     critic: whether the policy has a critic.
+    logp_of: what has a log-probability, see `of_networks`.
     camera_encoder: the network of each camera, if there are images.
     ignored: names of observations that the policy does not read.
 
@@ -141,6 +143,7 @@ def policy(
     chunk=chunk,
     num_steps=num_steps,
     exploration=exploration,
+    logp_of=logp_of,
   )
 
 
@@ -152,6 +155,7 @@ def of_networks(
   chunk: int,
   num_steps: int,
   exploration: Exploration = Exploration(),
+  logp_of: granularity.LogpOf = 'chunk',
   action_width: int | None = None,
   executed: int | None = None,
 ) -> base.Policy:
@@ -161,10 +165,11 @@ def of_networks(
   log-probabilities. Actions that are greedy follow the velocity without noise,
   from noise that the row's key draws.
 
-  The log-probability is of a whole chunk: of Flow-SDE, that of its stochastic
-  step given its number and the step before; of Flow-Noise, that of the path,
-  initial noise included. The entropy is that of the same distributions, given
-  where each step started.
+  The log-probability is of Flow-SDE that of its stochastic step given its
+  number and the step before; of Flow-Noise, that of the path, initial noise
+  included. The entropy is that of the same distributions, given where each step
+  started. Noise of different numbers is independent, so that both are sums over
+  the numbers of a chunk.
 
   Args:
     networks: the velocity, and the critic.
@@ -174,6 +179,9 @@ def of_networks(
     chunk: steps of the environment that are decided at a time.
     num_steps: K.
     exploration: how actions are sampled.
+    logp_of: what has a log-probability, see `granularity`; a token is a number
+      of an action, whose density is given by where its step started. Velocities
+      read the whole chunk before it.
     action_width: numbers of an action of the network, where these are more than
       the environment takes. The others are denoised, too, but have no
       log-probability; in demonstrations they are zero.
@@ -184,7 +192,13 @@ def of_networks(
   # Indices of the numbers that the environment takes.
   kept = np.arange(A).reshape(chunk, -1)[:executed, :width].ravel()
   distribution = functools.partial(_distribution, exploration, num_steps)
-  score = functools.partial(_score, exploration, num_steps, kept)
+  score = functools.partial(
+    _score,
+    exploration,
+    num_steps,
+    kept,
+    granularity.reducer(logp_of, executed or chunk),
+  )
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     del group_size  # Nothing is shared within a group.
@@ -209,9 +223,9 @@ def of_networks(
     taken = jax.tree.map(
       lambda x: _take(jnp.moveaxis(x, 0, -2), stochastic), predicted
     )
-    logp_B, _ = score(action, taken)
-    one_B = jnp.ones_like(logp_B)
-    return base.Experience(obs, action, logp_B, one_B, 0.0 * one_B)
+    logp, _ = score(action, taken)
+    one_B = jnp.ones_like(initial_BA[:, 0])
+    return base.Experience(obs, action, logp, one_B, 0.0 * one_B)
 
   def evaluate(params, obs, action, *, group_size=1):
     del group_size
@@ -252,7 +266,12 @@ def _distribution(exploration: Exploration, num_steps: int, x, predicted, k):
 
 
 def _score(
-  exploration: Exploration, num_steps: int, kept, action: Denoising, predicted
+  exploration: Exploration,
+  num_steps: int,
+  kept,
+  reduce: Callable,
+  action: Denoising,
+  predicted,
 ):
   """Log-probability and entropy of an action.
 
@@ -260,6 +279,7 @@ def _score(
     exploration: how it was sampled.
     num_steps: K.
     kept: indices of the numbers whose log-probability counts.
+    reduce: sums numbers to what has a log-probability.
     action: it and the steps that led to it.
     predicted: velocity and spread before each stochastic step.
   """
@@ -270,8 +290,8 @@ def _score(
   )
   after, mean, std = (x[..., kept] for x in (after, mean, std))
   log_std = jnp.log(std)
-  logp = gaussian_policy.gaussian(after, mean, log_std).sum(-1)
-  entropy = gaussian_policy.gaussian_entropy(log_std).sum(-1)
+  logp = gaussian_policy.gaussian(after, mean, log_std).sum(-2)
+  entropy = gaussian_policy.gaussian_entropy(log_std).sum(-2)
   if exploration.kind == 'noise':
     initial = action.path[..., 0, kept]
     zero = jnp.zeros_like(initial)
@@ -279,7 +299,7 @@ def _score(
     entropy += gaussian_policy.gaussian_entropy(zero)
     if exploration.mean_over_steps:
       logp, entropy = logp / (num_steps + 1), entropy / (num_steps + 1)
-  return logp, entropy
+  return reduce(logp), reduce(entropy)
 
 
 def _imitation_loss(

@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from stages import base, ranges
+from stages import base, granularity, ranges
 from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models.control import cnn, mlp, shared_encoder
@@ -22,6 +22,7 @@ def policy(
   chunk: ranges.PositiveInt = 1,
   state_dependent_std: bool = False,
   critic: bool = True,
+  logp_of: granularity.LogpOf = 'chunk',
   camera_encoder: cnn.Config = cnn.Config(),
   ignored: tuple[str, ...] = (),
 ) -> base.Policy:
@@ -43,11 +44,13 @@ def policy(
       log-probability is that of the squashed action; its entropy has no closed
       form and is approximated by the Gaussian's plus the log-slope of the
       squashing at the mean.
-    chunk: steps that are decided at a time. An action is all of them, and has
-      one log-probability; the environment's action is [chunk, A] if chunk > 1.
+    chunk: steps that are decided at a time. An action is all of them; the
+      environment's action is [chunk, A] if chunk > 1.
     state_dependent_std: whether the standard deviation depends on the
       observation; otherwise it is a parameter.
     critic: whether the policy has a critic.
+    logp_of: what has a log-probability, see `granularity`; a token is a number
+      of an action. Not for SAC, which takes that of the whole.
     camera_encoder: the network of each camera, if there are images.
     ignored: names of observations that the policy does not read, such as an
       instruction that never changes.
@@ -69,6 +72,7 @@ def policy(
     mlp.Critic(config) if critic else None,
   )
   squash = bounding == 'tanh'
+  reduce = granularity.reducer(logp_of, chunk)
   log_slope = functools.partial(action_range.log_slope, low=low, high=high)
 
   def distribution(params, x):
@@ -77,7 +81,7 @@ def policy(
 
   def log_density(action, mean, log_std):
     logp = gaussian(action, mean, log_std)
-    return logp - log_slope(action) if squash else logp
+    return reduce(logp - log_slope(action) if squash else logp)
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     del group_size  # Nothing is shared within a group.
@@ -86,9 +90,9 @@ def policy(
     noise_BA = jax.vmap(draw)(key_B)
     sample_BA = mean_BA + jnp.exp(log_std_BA) * noise_BA
     action_BA = mean_BA if greedy else sample_BA
-    logp_B = log_density(action_BA, mean_BA, log_std_BA)
-    one_B = jnp.ones_like(logp_B)
-    return base.Experience(obs, action_BA, logp_B, one_B, 0.0 * one_B)
+    logp = log_density(action_BA, mean_BA, log_std_BA)
+    one_B = jnp.ones_like(mean_BA[:, 0])
+    return base.Experience(obs, action_BA, logp, one_B, 0.0 * one_B)
 
   def evaluate(params, obs, action, *, group_size=1):
     del group_size
@@ -99,7 +103,7 @@ def policy(
       entropy += log_slope(mean)
     return base.Evaluation(
       log_density(action, mean, log_std),
-      entropy,
+      reduce(entropy),
       networks.value(params, x) if networks.value else None,
     )
 
@@ -115,14 +119,14 @@ def policy(
 
 
 def gaussian(x, mean, log_std):
-  """log N(x), summed over the last dimension.
+  """log N(x) of each number.
 
   −½ ((x − μ) / σ)² − log σ − ½ log 2π
   """
   z = (x - mean) * jnp.exp(-log_std)
-  return (-0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi)).sum(-1)
+  return -0.5 * z**2 - log_std - 0.5 * math.log(2 * math.pi)
 
 
 def gaussian_entropy(log_std):
-  """Σ ½ log 2πe + log σ, in nats."""
-  return (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)
+  """½ log 2πe + log σ of each number, in nats."""
+  return log_std + 0.5 * math.log(2 * math.pi * math.e)

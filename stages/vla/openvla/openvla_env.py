@@ -49,7 +49,7 @@ def policy(
     camera: path of the picture in observations.
     chunk: Z, steps of the environment that are decided at a time, one token
       after the other. The environment's action is [Z, A] if Z > 1.
-    **settings: of `openvla_policy.policy`, but `logp_of`.
+    **settings: of `openvla_policy.policy`.
 
   Raises:
     ValueError: if observations have no such picture, or no instruction.
@@ -58,7 +58,7 @@ def policy(
   instructions.check_env(env, instruction)
   low, high = map(np.asarray, action_range.bounds(env, chunk))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
-  own = openvla_policy.policy(config, stats, **settings)
+  own = openvla_policy.policy(config, stats, chunk=chunk, **settings)
   own = adapt(
     own, functools.partial(_observe, camera, instruction), camera, chunk
   )
@@ -171,7 +171,9 @@ def adapt(
   def evaluate(params, obs, action, *, group_size=1):
     rows = action.reshape(-1, action.shape[-1])
     now = own.evaluate(params, observe(obs), rows, group_size=group_size)
-    return jax.tree.map(lambda x: x.reshape(action.shape[:-1]), now)
+    return jax.tree.map(
+      lambda x: x.reshape(*action.shape[:-1], *x.shape[1:]), now
+    )
 
   def value(params, obs):
     leading = tree_paths.flatten(obs)[camera].shape[:-3]

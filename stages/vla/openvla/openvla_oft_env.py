@@ -44,7 +44,7 @@ def policy(
       those of observations, see `instructions`.
     cameras: paths of the pictures in observations, the main one first.
     state: path of the robot's state, which is read as it is; None for none.
-    **settings: of `openvla_oft_policy.policy`, but `logp_of`.
+    **settings: of `openvla_oft_policy.policy`.
 
   Raises:
     ValueError: if the model does not fit the observations or the actions.

@@ -3,12 +3,12 @@
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from stages import base
+from stages import base, granularity
 from stages.language import sample, value_model
 from stages.vla import augmentation, pictures
 from stages.vla.openvla import action_tokens, openvla, openvla_oft
@@ -18,7 +18,7 @@ def policy(
   config: openvla_oft.Config,
   stats: action_tokens.ActionStats,
   *,
-  logp_of: Literal['action', 'token'] = 'action',
+  logp_of: granularity.LogpOf = 'chunk',
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
   state_stats: action_tokens.ActionStats | None = None,
@@ -38,8 +38,7 @@ def policy(
   Args:
     config: the model.
     stats: statistics of the actions of its data set.
-    logp_of: what has a log-probability: a chunk [B], the sum over its tokens,
-      which the workflows of environments take; or each token [B, Z A].
+    logp_of: what has a log-probability, see `granularity`.
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the
       normalized state that predicts the first token.
@@ -50,14 +49,20 @@ def policy(
       policy must have elsewhere.
 
   Raises:
-    ValueError: if the statistics are of actions of another length, or pictures
-      are to be cropped at random and not in the center.
+    ValueError: if the statistics are of actions of another length, pictures are
+      to be cropped at random and not in the center, or the head has no
+      probabilities of what `logp_of` names.
   """
   _check(config, stats, state_stats)
   llama = config.openvla.llama
   l1 = config.head == 'l1'
+  if l1 and logp_of != 'chunk':
+    raise ValueError(
+      f'logp_of is {logp_of!r}, and the L1 head gives actions without a '
+      "probability: take head = 'token', or leave out `logp_of`."
+    )
   head = _l1_head(config) if l1 else _token_head(config, sampling)
-  reduce = (lambda x_BT: x_BT.sum(1)) if logp_of == 'action' else (lambda x: x)
+  reduce = granularity.reducer(logp_of, config.Z)
 
   augmented = _augmented(config) if augment else None
 
@@ -77,9 +82,8 @@ def policy(
     x_NTD = states(params, jax.tree.map(lambda x: x[::group_size], obs))
     repeat = functools.partial(jnp.repeat, repeats=group_size, axis=0)
     action_BT, logp_BT = head.act(params, x_NTD, key_B, repeat, greedy)
-    logp = reduce(logp_BT)
-    zero_B = jnp.zeros(action_BT.shape[:1], logp.dtype)
-    return base.Experience(obs, action_BT, logp, jnp.ones_like(logp), zero_B)
+    one_B = jnp.ones_like(logp_BT[:, 0])
+    return base.Experience(obs, action_BT, reduce(logp_BT), one_B, 0.0 * one_B)
 
   def evaluate(params, obs, action_BT, *, group_size=1):
     x_NTD = states(params, jax.tree.map(lambda x: x[::group_size], obs))

@@ -1,14 +1,14 @@
 """OpenVLA as a policy: it acts by writing one token a dimension."""
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, UInt8
 
 from sharding import rules
-from stages import base
+from stages import base, granularity, ranges
 from stages.language import sample, value_model
 from stages.language.decoding import generate, kv_cache, prefill
 from stages.models import transformer
@@ -44,7 +44,8 @@ def policy(
   config: openvla.Config,
   stats: action_tokens.ActionStats,
   *,
-  logp_of: Literal['action', 'token'] = 'action',
+  chunk: ranges.PositiveInt = 1,
+  logp_of: granularity.LogpOf = 'chunk',
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
 ) -> base.Policy:
@@ -58,9 +59,10 @@ def policy(
 
   Args:
     config: the model.
-    stats: statistics of the actions of its data set.
-    logp_of: what has a log-probability: an action [B], the sum over its tokens,
-      which the workflows of environments take; or each token [B, A].
+    stats: statistics of the actions of its data set; of A numbers, those of all
+      actions of a chunk.
+    chunk: actions that A numbers are.
+    logp_of: what has a log-probability, see `granularity`.
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the
       normalized state that predicts the first token.
@@ -68,7 +70,7 @@ def policy(
   llama = config.llama
   model = transformer.Transformer(llama)
   A = len(stats.q01)
-  reduce = (lambda x_BA: x_BA.sum(1)) if logp_of == 'action' else (lambda x: x)
+  reduce = granularity.reducer(logp_of, chunk)
 
   def init(key):
     params = openvla.init_params(config, key)
@@ -81,9 +83,8 @@ def policy(
     action_BA, logp_BA = _decode(
       config, sampling, A, params, prefix, key_B, group_size, greedy
     )
-    logp = reduce(logp_BA)
-    zero_B = jnp.zeros(action_BA.shape[:1], logp.dtype)
-    return base.Experience(obs, action_BA, logp, jnp.ones_like(logp), zero_B)
+    one_B = jnp.ones_like(logp_BA[:, 0])
+    return base.Experience(obs, action_BA, reduce(logp_BA), one_B, 0.0 * one_B)
 
   def evaluate(params, obs: Observation, action_BA, *, group_size=1):
     prefix = _prefix(config, params, obs, group_size)
@@ -110,7 +111,7 @@ def policy(
   def imitation_loss(params, obs, action_BA, key_B, *, train=False):
     del key_B, train  # A likelihood draws nothing.
     logp = evaluate(params, obs, config.tokens.encode(action_BA)).logp
-    return -logp.reshape(logp.shape[0], -1).sum(1)
+    return -granularity.whole(logp, 1)
 
   def to_env_action(action):
     return action_tokens.unnormalize(stats, config.tokens.decode(action))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from sharding import deferred
-from stages import base, ranges, tree_paths
+from stages import base, granularity, ranges, tree_paths
 from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
@@ -40,6 +40,7 @@ def policy(
   executed: ranges.PositiveInt | None = None,
   num_steps: ranges.PositiveInt = 4,
   exploration: flow_policy.Exploration = flow_policy.Exploration(),
+  logp_of: granularity.LogpOf = 'chunk',
   expert_only: bool = False,
   lora: lora_lib.Lora | None = None,
   critic: bool = True,
@@ -78,6 +79,8 @@ def policy(
     num_steps: K, steps from noise to actions.
     exploration: how actions are sampled. Flow-Noise adds a small network to
       the expert, `pi0_noise.Spread`.
+    logp_of: what has a log-probability, as in `flow_policy.of_networks`: the
+      chunk of executed actions, each of them, or each number.
     expert_only: whether all but the expert and the critic is frozen.
     lora: adapters of the trunk, whose weights are then frozen with the vision
       tower, while the expert is trained in full; None or rank 0 for none.
@@ -133,6 +136,7 @@ def policy(
     executed=Z,
     num_steps=num_steps,
     exploration=exploration,
+    logp_of=logp_of,
   )
   return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK) if lora else own
 

@@ -1,4 +1,4 @@
-"""No plan changes what GRPO computes in a JAX environment."""
+"""No plan changes what GRPO computes in a JAX environment, by its tokens."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 import claims
 import jax_envs
 from stages import workflows
-from stages.envs import episode_stats
+from stages.envs import action_chunks, episode_stats
 from stages.models.control import gaussian_policy
 from tests.rlinf_jax.runtime.plans import random_plans_test
 import tiny
@@ -34,8 +34,11 @@ pytestmark = pytest.mark.usefixtures('in_float64')
 def workflow(updates):
   n, epochs, filtered = updates
   return workflows.embodied_grpo(
-    jax_envs.line(),
-    functools.partial(gaussian_policy.policy, width=8),
+    # Episodes end in a chunk, whose other actions then do not count.
+    action_chunks.chunked(jax_envs.line(), 2, 0.9),
+    functools.partial(
+      gaussian_policy.policy, width=8, chunk=2, logp_of='token'
+    ),
     KEEP,
     num_envs=16,
     group_size=2,

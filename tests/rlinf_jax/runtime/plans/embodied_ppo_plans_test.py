@@ -19,7 +19,7 @@ from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 import stages
 from stages import workflows
-from stages.envs import push
+from stages.envs import action_chunks, push
 from stages.envs.rollouts import rollout as rollout_lib
 from stages.learn import optimizers
 from stages.models.control import categorical_policy, cnn, gaussian_policy
@@ -120,9 +120,26 @@ def ppo_of_choices():
   )
 
 
+@functools.cache
+def ppo_of_tokens():
+  """PPO with a ratio of each number of a chunk, which episodes cut short."""
+  return workflows.embodied_ppo(
+    action_chunks.chunked(jax_envs.line(), 2, 0.9),
+    functools.partial(
+      gaussian_policy.policy, width=4, chunk=2, logp_of='token'
+    ),
+    KEEP,
+    num_envs=ROWS,
+    num_steps=4,
+    num_minibatches=2,
+    num_epochs=1,
+    entropy_coef=0.01,
+  )
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('make', [ppo_on_images, ppo_of_choices])
-def test_no_plan_changes_what_is_learned_from_images_or_choices(make):
+@pytest.mark.parametrize('make', [ppo_on_images, ppo_of_choices, ppo_of_tokens])
+def test_no_plan_changes_what_is_learned_from_images_choices_or_tokens(make):
   workflow_, results = make(), []
   state = start = workflow_.init(jax.random.key(0))
   for i in range(STEPS):

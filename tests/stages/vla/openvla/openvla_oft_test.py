@@ -138,8 +138,10 @@ def test_scores_and_values_are_those_of_the_published_order(
   logp = want.gather(-1, chosen[..., None])[..., 0]
   evaluate = jax.jit(policy(case, logp_of='token').evaluate)
   got = evaluate(model[2], observation(), action)
+  logp, entropy = (
+    x.reshape(3, Z, A) for x in (logp, -(want.exp() * want).sum(-1))
+  )
   np.testing.assert_allclose(got.logp, logp, rtol=0, atol=1e-4)
-  entropy = -(want.exp() * want).sum(-1)
   np.testing.assert_allclose(got.entropy, entropy, rtol=0, atol=1e-4)
   value_D = np.asarray(case.params[base.CRITIC]['value_D'])
   value = states[:, 0].numpy() @ value_D
@@ -227,7 +229,7 @@ def test_recorded_log_probabilities_are_those_of_scoring(case, model):
   one = jax.tree.map(lambda x: x[3:4], obs)
   alone = joint.act(model[2], one, keys[3:4])
   np.testing.assert_array_equal(alone.action, x.action[3:4])
-  np.testing.assert_allclose(alone.logp, x.logp[3:4].sum(1), atol=1e-5)
+  np.testing.assert_allclose(alone.logp, x.logp[3:4].sum((1, 2)), atol=1e-5)
 
 
 def test_a_later_placeholder_changes_an_earlier_action(case, model):

@@ -235,15 +235,15 @@ def test_scores_and_values_are_those_of_the_published_order(case):
   got = jax.jit(policy(case, logp_of='token').evaluate)(
     case.params, obs, action
   )
-  np.testing.assert_allclose(got.logp, logp, rtol=0, atol=1e-4)
+  np.testing.assert_allclose(got.logp[:, 0], logp, rtol=0, atol=1e-4)
   entropy = -(want.exp() * want).sum(-1)
-  np.testing.assert_allclose(got.entropy, entropy, rtol=0, atol=1e-4)
+  np.testing.assert_allclose(got.entropy[:, 0], entropy, rtol=0, atol=1e-4)
   value = state.numpy() @ np.asarray(case.params[base.CRITIC]['value_D'])
   np.testing.assert_allclose(got.value, value, rtol=0, atol=1e-4)
   alone = policy(case).value(case.params, obs)
   np.testing.assert_allclose(alone, got.value, rtol=0, atol=1e-5)
   joint = policy(case).evaluate(case.params, obs, action)
-  np.testing.assert_allclose(joint.logp, got.logp.sum(1), rtol=1e-6)
+  np.testing.assert_allclose(joint.logp, got.logp[:, 0].sum(1), rtol=1e-6)
 
 
 def test_greedy_actions_are_those_of_torch(case):
