@@ -39,12 +39,14 @@ class State(NamedTuple):
     past: versions of the actor before each of the last `staleness` steps, the
       oldest first, without frozen parameters.
     carry: what `rollouts` carries from round to round; `()` by default.
+    verifier: parameters of a learned verifier; `()` for others.
   """
 
   actor: base.TrainState
   reference: base.Params
   past: tuple[base.Version, ...]
   carry: Any = ()
+  verifier: base.Params = ()
 
 
 class Accepted(NamedTuple):
@@ -69,7 +71,7 @@ class Accepted(NamedTuple):
 
 def dapo(
   policy: base.Policy,
-  verify: stages.Stage,
+  verify: stages.Stage | verifiers.LearnedVerifier,
   optimizer: optax.GradientTransformation,
   *,
   group_size: ranges.PositiveInt,
@@ -102,7 +104,7 @@ def dapo(
 
   Args:
     policy: the language model to train.
-    verify: stage `answer, action, mask -> base.Verdict`; not a learned one.
+    verify: as in `grpo`.
     optimizer: optimizer of the parameters.
     group_size: completions of each prompt.
     max_rounds: upper bound on rounds of sampling.
@@ -132,10 +134,8 @@ def dapo(
     evaluator: likewise.
 
   Raises:
-    ValueError: for a learned verifier, or for a KL term and a KL penalty at
-      once.
+    ValueError: for a KL term and a KL penalty at once.
   """
-  verifiers.refuse_learned(verify)
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef)
   take_prompts = _take_prompts(max_rounds, group_size)
   generate = _in_rounds(rollouts(policy, group_size), max_rounds)
@@ -166,12 +166,12 @@ def dapo(
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     balance_coef=balance_coef,
   )
-  init = functools.partial(_init, policy, optimizer, has_kl, staleness)
+  init = functools.partial(_init, policy, verify, optimizer, has_kl, staleness)
 
-  def draw(carry, actor: base.Version, problem: base.Problem, key, round_):
-    prompts, key_B = take_prompts(problem, key, round_)
+  def draw(carry, actor: base.Version, judge, problem: base.Problem, key, i):
+    prompts, key_B = take_prompts(problem, key, i)
     finished, x, carry, info = generate.run(actor, carry, prompts, key_B)
-    return carry, x, verify(finished.answer, x.action, x.mask), info
+    return carry, x, verifiers.judge(verify, judge, finished.answer, x), info
 
   def sample(so_far, *given):
     accepted, carry = so_far
@@ -179,13 +179,14 @@ def dapo(
     accepted, done = accept(accepted, *drawn)
     return (accepted, carry), done
 
-  none_accepted = _none_accepted(take_prompts, draw)
+  none_accepted = _none_accepted(init, take_prompts, draw)
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
   def step(state: State, problem: base.Problem, key):
     behavior, past = train_step.delayed(state.past, _version(state))
-    empty = none_accepted(state.carry, behavior, problem, key)
-    accepted, carry = fill((empty, state.carry), behavior, problem, key)
+    given = behavior, state.verifier, problem, key
+    empty = none_accepted(state.carry, problem, key)
+    accepted, carry = fill((empty, state.carry), *given)
     x = rescore(_version(state), accepted.x)
     info = measure(accepted._replace(x=x), state.actor.step)
     verdict = shape_rewards(accepted.verdict, x.mask)
@@ -201,10 +202,11 @@ def _version(state: State) -> base.Version:
   return train_step.version(state.actor)
 
 
-def _init(policy, optimizer, has_reference: bool, staleness: int, key) -> State:
+def _init(policy, verify, optimizer, has_reference: bool, staleness: int, key):
   """The state before the first step."""
   learner = policy_update.init(policy, optimizer, has_reference, staleness, key)
-  return State(*learner)
+  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+  return State(*learner, verifier=judge)
 
 
 def _in_rounds(
@@ -276,19 +278,21 @@ def _round_prompts(
   return jax.tree.map(take, problem), key_B
 
 
-def _none_accepted(take_prompts: stages.Stage, draw: Callable) -> stages.Stage:
-  """Returns a stage `carry, actor, problem, key -> Accepted` of no groups.
+def _none_accepted(
+  init: Callable, take_prompts: stages.Stage, draw: Callable
+) -> stages.Stage:
+  """Returns a stage `carry, problem, key -> Accepted` of no groups.
 
-  There is room for those of one round.
+  There is room for those of one round. It reads no parameters, so that no place
+  has to hold them for their shapes.
   """
 
   @stages.stage('none_accepted', 'batch')
-  def none_accepted(carry, actor: base.Version, problem, key):
-    first = jnp.int32(0)
-    made = shapes.of(draw, carry, actor, problem, key, first)
-    x, verdict, info = jax.tree.map(
-      lambda x: jnp.zeros(x.shape, x.dtype), made[1:]
-    )
+  def none_accepted(carry, problem: base.Problem, key):
+    state, first = jax.eval_shape(init, key), jnp.int32(0)
+    given = _version(state), state.verifier, problem, key, first
+    _, *made = shapes.of(draw, carry, *given)
+    x, verdict, info = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
     zero = jnp.zeros(())
     # Real prompts: a policy may return NaN for one that is all padding.
     x = x._replace(obs=take_prompts.fn(problem, key, first)[0].prompt)

@@ -1,5 +1,6 @@
 """Learned rewards among others: sums, metrics, tokens, places."""
 
+import functools
 import json
 import pathlib
 import shutil
@@ -187,13 +188,11 @@ def test_a_workflow_without_room_for_parameters_refuses_reward_models(folders):
     tiny.trace(workflow, tiny.problem())
 
 
-@pytest.mark.parametrize('name', ['dapo', 'sft'])
-def test_a_learned_verifier_is_refused_before_anything_runs(name):
+def test_a_learned_verifier_is_refused_before_anything_runs():
   own = value_model.own_trunk(tiny.CONFIG)
   verify = verifiers.add_scores(None, [verifiers.scorer('judge', own)])
-  sizes = {'dapo': {'group_size': 2, 'max_rounds': 1}, 'sft': {}}[name]
   with pytest.raises(ValueError, match='calls its verifier without any'):
-    getattr(workflows, name)(tiny.policy(), verify, optax.sgd(1.0), **sizes)
+    workflows.sft(tiny.policy(), verify, optax.sgd(1.0))
 
 
 def test_a_score_that_is_not_finite_counts_as_zero(folders):
@@ -207,12 +206,15 @@ def test_a_score_that_is_not_finite_counts_as_zero(folders):
 
 
 @pytest.mark.slow
-def test_a_reward_model_with_a_place_of_its_own_changes_no_bit():
+@pytest.mark.parametrize(
+  'make', [workflows.grpo, functools.partial(workflows.dapo, max_rounds=2)]
+)
+def test_a_reward_model_with_a_place_of_its_own_changes_no_bit(make):
   own = value_model.own_trunk(tiny.CONFIG)
   verify = verifiers.add_scores(
     tiny.even, [verifiers.scorer('judge', own, 0.5)]
   )
-  workflow = workflows.grpo(tiny.policy(), verify, optax.sgd(0.1), group_size=4)
+  workflow = make(tiny.policy(), verify, optax.sgd(0.1), group_size=4)
   state, batch = workflow.init(KEY), tiny.problem()
   head = {'value_D': jnp.ones(tiny.CONFIG.D)}
   params = {'judge': state.verifier[base.FROZEN]['judge'] | head}

@@ -96,6 +96,19 @@ WORKFLOWS = {
     turn_advantage=turn_advantages.by_state(),
     rollouts=CONVERSE,
   ),
+  'conversation_dapo': lambda: workflows.dapo(
+    tiny.policy('float64', length=10),
+    conversation.episode_return(),
+    invariance_test.KEEP,
+    group_size=4,
+    max_rounds=2,
+    rollouts=functools.partial(
+      conversation.partial_conversations,
+      converse=toy_conversation.converse(3),
+      max_carry=1,
+      extra_groups=8,
+    ),
+  ),
   # Answers come in another order in every run.
   'conversation_slots': lambda: workflows.grpo(
     tiny.policy('float64', length=10),
@@ -193,6 +206,8 @@ def batches(name):
     return [tiny.examples(rows=32, seed=i) for i in range(2)]
   if name == 'dpo':
     return [tiny.pairs(rows=32, seed=i) for i in range(2)]
+  if name == 'conversation_dapo':  # Two rounds of 16 groups, and 8 carried.
+    return [tiny.problem(rows=32, seed=i) for i in range(2)]
   return [tiny.problem(rows=16, seed=i) for i in range(2)]
 
 
@@ -219,10 +234,16 @@ def eager(name):
 
 # It cuts the batch into four pieces; `make claims` tries all plans. What these
 # are made of, others have, too: `conversation_ppo` the same turns without
-# slots, `conversation_slots` and `conversation_policies` slots and roles, and
-# `lora` and `remax` all of `reinforce_pp` that sees other rows.
+# slots, `conversation_slots` and `conversation_policies` slots and roles,
+# `dapo` the same rounds, and `lora` and `remax` all of `reinforce_pp` that sees
+# other rows.
 SEED = 11
-FOR_CLAIMS = {'conversation', 'conversation_roles', 'reinforce_pp'}
+FOR_CLAIMS = {
+  'conversation',
+  'conversation_dapo',
+  'conversation_roles',
+  'reinforce_pp',
+}
 KEPT = [(SEED, name) for name in WORKFLOWS if name not in FOR_CLAIMS]
 
 
