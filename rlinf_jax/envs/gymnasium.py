@@ -172,10 +172,11 @@ def obs_arrays(space) -> simulator.Tree:
   """The observations of a space as a tree of `simulator.Array`.
 
   The parts of a Tuple are named by their number. A choice becomes a one-hot
-  vector.
+  vector. A slash in a name separates it as the names of nested spaces are.
   """
   if (children := _children(space)) is not None:
-    return {name: obs_arrays(child) for name, child in children.items()}
+    parts = {name: obs_arrays(child) for name, child in children.items()}
+    return simulator.tree(simulator.leaves(parts))
   if (counts := _choices(space)) is not None:
     return simulator.Array((int(counts.sum()),), 'float32')
   if space.shape is None:
@@ -230,10 +231,11 @@ def read(obs, space, rows=(), array=np.asarray) -> simulator.Tree:
     parts = (
       obs if isinstance(obs, Mapping) else dict(zip(children, obs, strict=True))
     )
-    return {
+    found = {
       name: read(parts[name], child, rows, array)
       for name, child in children.items()
     }
+    return simulator.tree(simulator.leaves(found))
   want = obs_arrays(space)
   if (counts := _choices(space)) is not None:
     index = array(obs).reshape(*rows, -1) - np.ravel(space.start)

@@ -12,9 +12,16 @@ def bounds(env: env_lib.Env, chunk: int = 1) -> tuple[jax.Array, jax.Array]:
   """Least and greatest actions [A], repeated for each step of a chunk.
 
   Raises:
-    ValueError: if the environment's actions are choices.
+    ValueError: if the environment's actions are choices, or have no range.
   """
   check_continuous(env)
+  for i, (a, b) in enumerate(zip(env.action_low, env.action_high, strict=True)):
+    if not -math.inf < a <= b < math.inf:
+      raise ValueError(
+        f'Number {i} of an action of this environment is between {a} and {b}, '
+        'which is no range for a policy to fill: declare finite bounds of its '
+        'actions.'
+      )
   low, high = (
     jnp.asarray(x * chunk, float) for x in (env.action_low, env.action_high)
   )

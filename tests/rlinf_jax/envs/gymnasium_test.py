@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from rlinf_jax.envs import gymnasium
+from rlinf_jax.envs import gymnasium, simulator
 
 gym = pytest.importorskip(
   'gymnasium',
@@ -42,6 +42,22 @@ def test_observations_are_flattened_by_name():
     ):
       assert x.dtype == np.float32
       np.testing.assert_array_equal(x, spaces.flatten(space, part))
+
+
+def test_a_slash_in_a_name_separates_it_as_the_pool_does():
+  """JAX lists names in order, and a slash is behind a dash there."""
+  names = 'arm/at', 'arm-left'
+  space = spaces.Dict({name: spaces.Box(-1, 1, (2,)) for name in names})
+  obs = {'arm/at': np.zeros(2), 'arm-left': np.ones(2)}
+  arrays = jax.tree.map(
+    lambda x: 0, gymnasium.obs_arrays(space), is_leaf=_is_array
+  )
+  got = gymnasium.read(obs, space)
+  assert jax.tree.structure(got) == jax.tree.structure(arrays)
+  assert jax.tree.structure(got) == jax.tree.structure(
+    simulator.tree(simulator.leaves(obs))
+  )
+  assert got['arm']['at'].tolist() == [0, 0]
 
 
 def _is_array(x):

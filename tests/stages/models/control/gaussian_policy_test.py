@@ -156,3 +156,15 @@ def test_bounds_of_another_name_are_refused():
     ValueError, match="must be 'clip' or 'tanh', and is 'cut'"
   ):
     gaussian_policy.policy(WORLD, bounding='cut')
+
+
+@pytest.mark.parametrize(
+  'range_', [(-np.inf, np.inf), (0.0, np.inf), (1.0, -1.0), (np.nan, 1.0)]
+)
+def test_actions_without_a_range_are_refused(range_):
+  """They would be NaN."""
+  low, high = ((-1.0, x) for x in range_)
+  with pytest.raises(ValueError, match='Number 1 of an action .* no range'):
+    gaussian_policy.policy(
+      WORLD._replace(action_low=low, action_high=(1.0, high[1]))
+    )
