@@ -39,13 +39,16 @@ def since_start(folder: pathlib.Path) -> list[Change]:
   """The changes of the recipe since the checkpoints of a run were written.
 
   Macros are listed in place of the parameters that read them. A run without a
-  checkpoint begins anew, and so has none.
+  checkpoint begins anew, and so has none, unless it has made a model or
+  demonstrations to start from, which are not made again.
 
   Raises:
     ValueError: if one of them is such that the run cannot go on; names those.
   """
   earlier = folder / 'config.gin'
-  if not earlier.exists() or not any((folder / 'checkpoints').glob('[0-9]*')):
+  is_begun = any((folder / 'checkpoints').glob('[0-9]*'))
+  is_begun |= any((folder / 'warm_start').glob('*'))
+  if not earlier.exists() or not is_begun:
     return []
   with config_errors.rephrased(str(earlier)):
     changes = compare(earlier.read_text(), config.text())
@@ -61,7 +64,7 @@ def since_start(folder: pathlib.Path) -> list[Change]:
 def show(changes: Iterable[Change]) -> None:
   """Prints changes with which a run goes on."""
   for change in changes:
-    print(f'Since the last checkpoint, {change}.', flush=True)
+    print(f'Since the run was last started, {change}.', flush=True)
 
 
 def compare(before: str, now: str) -> list[Change]:

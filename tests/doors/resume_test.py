@@ -90,6 +90,15 @@ def test_a_run_without_a_checkpoint_begins_anew(begun):
   assert go_on(begun, 'SEED = 9') == []
 
 
+def test_a_model_that_a_run_has_made_is_not_made_again(begun):
+  """Its width would not be that of the recipe."""
+  (begun / 'checkpoints/3').rmdir()
+  (begun / 'warm_start/model').mkdir(parents=True)
+  with pytest.raises(ValueError, match='warm_start.checkpoint.width` was '):
+    go_on(begun, 'warm_start.checkpoint.width = 8')
+  assert go_on(begun, 'STEPS = 7') == ['`STEPS` was 130 and is 7 now']
+
+
 class State(NamedTuple):
   params: Any
   moments: Any
