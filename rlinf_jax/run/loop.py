@@ -120,9 +120,11 @@ class Loop:
     self._interrupt = stop
     self._metrics = dict(start.metrics)  # By updates finished.
     self._pending = collections.deque()  # Steps submitted and not finished.
-    self._start_time = time.perf_counter() - self.metrics.get(
-      'throughput/seconds', 0.0
-    )
+    # An evaluation after the last step is in no metric of that step.
+    known = log.evaluation(self.steps) or {}
+    before = known.get(run_log.EVALUATION, 0.0)
+    before += self.metrics.get('throughput/seconds', 0.0)
+    self._start_time = time.perf_counter() - before
     self._step_end = time.perf_counter()
 
   @property

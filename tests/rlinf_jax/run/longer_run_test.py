@@ -42,7 +42,7 @@ SOURCE = base.Source(
 
 
 def run(folder, steps, source=SOURCE, **kwargs):
-  kwargs |= {'evaluate_every': 0, 'checkpoint_every': 1, 'plan': None}
+  kwargs = {'evaluate_every': 0, 'checkpoint_every': 1, 'plan': None} | kwargs
   train.train(WORKFLOW, source, workdir=str(folder), steps=steps, **kwargs)
 
 
@@ -81,3 +81,17 @@ def test_the_clock_of_a_resumed_run_goes_on(longer):
   assert [*spans] == [1, 2, 3]
   for (_, end), (start, _) in itertools.pairwise(spans.values()):
     assert end <= start
+
+
+def test_the_seconds_of_the_last_evaluation_are_counted(tmp_path):
+  folder = tmp_path / 'run'
+  run(folder, 2, evaluate_every=2)
+  metrics = folder / 'metrics.jsonl'
+  *before, evaluation = map(json.loads, metrics.read_text().splitlines())
+  evaluation['time/evaluate'] += 1e6
+  lines = map(json.dumps, [*before, evaluation])
+  metrics.write_text('\n'.join(lines) + '\n')
+  run(folder, 3, evaluate_every=2, resume=True)
+  series = run_folder.read(folder).series['throughput/seconds']
+  assert series.step.tolist() == [1, 2, 3]
+  assert series.value[1] < 1e6 < series.value[2] < 2e6
