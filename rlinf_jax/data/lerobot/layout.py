@@ -150,6 +150,11 @@ def _episodes(root, info, features) -> tuple[Episode, ...]:
     rows += table.to_pylist()
   found = []
   for row in sorted(rows, key=lambda row: row['episode_index']):
+    if row['length'] < 1:
+      raise ValueError(
+        f'Episode {row["episode_index"]} of {root} has {row["length"]} steps '
+        'by meta/episodes: leave it out.'
+      )
     numbers = _path(
       root, info['data_path'], **{x: row[f'data/{x}'] for x in FILE}
     )

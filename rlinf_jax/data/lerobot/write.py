@@ -60,7 +60,8 @@ def write(
 
   Raises:
     FileExistsError: if the folder exists.
-    ValueError: without episodes, or with pictures that cannot be encoded.
+    ValueError: without episodes, with pictures that cannot be encoded, or for
+      episodes that differ in shape or lack something of a step.
   """
   folder = pathlib.Path(folder)
   if folder.exists():
@@ -68,7 +69,13 @@ def write(
   episodes = [*episodes]
   if not episodes:
     raise ValueError(f'There are no episodes to write to {folder}.')
+  if not (fps > 0 and episodes_a_file > 0):
+    raise ValueError(
+      f'{fps} steps a second and {episodes_a_file} episodes a file are given: '
+      'give more than 0 of each.'
+    )
   _check_pictures(episodes, codec)
+  _check_steps(episodes)
   part = folder.with_name(f'{folder.name}.part')
   shutil.rmtree(part, ignore_errors=True)  # Of a program that was ended.
   try:
@@ -110,6 +117,31 @@ def _check_pictures(episodes: Sequence[Episode], codec: str):
         f'The camera {name!r} has pictures of {rows} x {columns}, and '
         'libx264 takes even sizes alone: crop or resize them, or give codec '
         "'libsvtav1'."
+      )
+
+
+def _check_steps(episodes: Sequence[Episode]):
+  """Refuses episodes whose steps lack something, or differ in shape.
+
+  One picture too many would belong to the first step of the next episode.
+
+  Raises:
+    ValueError: names the episode.
+  """
+  first = episodes[0].action.shape[1:], episodes[0].state.shape[1:]
+  for i, x in enumerate(episodes):
+    sizes = {'actions': len(x.action), 'states': len(x.state)}
+    sizes |= {f'pictures of {name}': len(y) for name, y in x.images.items()}
+    if {*sizes.values()} != {max(1, len(x.action))}:
+      raise ValueError(
+        f'Episode {i} has '
+        f'{", ".join(f"{n} {what}" for what, n in sizes.items())}: give one of '
+        'each for each step, without an observation after the last action.'
+      )
+    if (found := (x.action.shape[1:], x.state.shape[1:])) != first:
+      raise ValueError(
+        f'Episode {i} has actions and states of {found}, and episode 0 of '
+        f'{first}: give all episodes the same.'
       )
 
 

@@ -116,6 +116,16 @@ def test_an_episode_without_steps_in_its_file_is_named(copied):
     layout.numbers(data, data.episodes[:1], ['action'])
 
 
+def test_an_episode_of_no_steps_is_named(copied):
+  (path,) = (copied / layout.EPISODES).glob('*/*.parquet')
+  rows = source_test.parquet.read_table(path).to_pylist()
+  rows[1]['length'] = 0
+  table = source_test.pyarrow.Table.from_pylist(rows)
+  source_test.parquet.write_table(table, path)
+  with pytest.raises(ValueError, match='Episode 1 of .* has 0 steps by meta'):
+    layout.read(str(copied))
+
+
 @pytest.mark.parametrize('shape', [[8, 8, 1], [8, 8]])
 def test_a_camera_of_depth_is_left_out(copied, shape):
   features = json.loads((copied / layout.INFO).read_text())['features']

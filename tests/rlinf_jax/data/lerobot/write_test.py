@@ -2,10 +2,12 @@
 
 import os
 
+import jax
 import numpy as np
 import pytest
 
 import lerobot_folder
+from lerobot_folder import TOP
 from rlinf_jax.data.episodes import folders
 from rlinf_jax.data.lerobot import write
 
@@ -58,6 +60,33 @@ def test_what_cannot_be_encoded_is_refused_before_it_is_written(
   other = x._replace(images={lerobot_folder.TOP: x.images[lerobot_folder.TOP]})
   with pytest.raises(ValueError, match='Episode 1 has .* the same cameras'):
     write.write(tmp_path / 'data', [x, other], fps=10)
+  assert not any(tmp_path.iterdir())
+
+
+STEPS = [
+  (lambda x: x._replace(action=x.action[:-1]), 'Episode 1 has 8 actions, 9 s'),
+  (lambda x: x._replace(state=x.state[:-1]), 'Episode 1 has 9 actions, 8 stat'),
+  (
+    lambda x: x._replace(images=x.images | {'top': x.images['top'][:-1]}),
+    'Episode 1 has 9 actions, 9 states, 8 pictures of top: give one of each',
+  ),
+  (lambda x: jax.tree.map(lambda y: y[:0], x._replace(task=x.action)), '0 act'),
+  (
+    lambda x: x._replace(action=x.action[:, :1]),
+    r'Episode 1 has actions and states of \(\(1,\), \(2,\)\), and episode 0',
+  ),
+]
+
+
+@pytest.mark.parametrize(('change', 'message'), STEPS)
+def test_steps_that_lack_something_are_refused(tmp_path, change, message):
+  """A picture too few would be taken from the next episode."""
+  episodes = [lerobot_folder.episode(i) for i in range(2)]
+  episodes = [x._replace(images={'top': x.images[TOP]}) for x in episodes]
+  with pytest.raises(ValueError, match=message):
+    write.write(tmp_path / 'data', [episodes[0], change(episodes[1])], fps=10)
+  with pytest.raises(ValueError, match='0 steps a second and 50 episodes'):
+    write.write(tmp_path / 'data', episodes, fps=0)
   assert not any(tmp_path.iterdir())
 
 
