@@ -7,6 +7,7 @@ resumed run continues it.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -28,15 +29,15 @@ def shares(train, sizes: Sequence[int]) -> list[float]:
   """The weight of each file in a mixture: as given, or its number of rows.
 
   Raises:
-    ValueError: for a weight that is not above zero.
+    ValueError: for a weight that is not above zero, or infinite.
   """
   if not isinstance(train, Mapping):
     return [float(size) for size in sizes]
-  wrong = {name: x for name, x in train.items() if not x > 0}
+  wrong = {name: x for name, x in train.items() if not 0 < x < math.inf}
   if wrong:
     raise ValueError(
-      f'The weights {wrong} of files are not above zero: leave out a file that '
-      'is not to be used.'
+      f'The weights {wrong} of files are not finite numbers above zero: leave '
+      'out a file that is not to be used.'
     )
   return [float(x) for x in train.values()]
 

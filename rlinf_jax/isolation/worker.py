@@ -36,7 +36,10 @@ class _Late(BaseException):
 def main():
   """Serves calls until the other side closes or ends."""
   pipe = connection.Connection(int(sys.argv[1]))
-  signal.signal(signal.SIGINT, signal.SIG_IGN)  # The trainer decides.
+  # Ctrl-C reaches all processes of a terminal, and a scheduler's SIGTERM all of
+  # a job: the trainer finishes its step first, with all of its rewards.
+  for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
   try:
     module, name, limits = pipe.recv()
     try:

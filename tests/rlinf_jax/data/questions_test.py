@@ -174,6 +174,12 @@ def test_shares_hold_for_any_weights():
     assert np.abs(position - position.sum() * shares).max() <= 1
 
 
+@pytest.mark.parametrize('weight', [0.0, -1.0, np.nan, np.inf])
+def test_a_weight_that_is_no_share_is_refused(weight):
+  with pytest.raises(ValueError, match="'b': .* not finite numbers above zero"):
+    mixtures.shares({'a': 1.0, 'b': weight}, [3, 3])
+
+
 def test_the_first_epoch_goes_from_easy_to_hard(folder, tmp_path):
   rows = [row(i) | {'level': i % 3} for i in range(12)]
   train = write(tmp_path / 'levels.jsonl', rows)

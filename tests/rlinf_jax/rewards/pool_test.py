@@ -29,6 +29,11 @@ def test_a_failure_costs_its_own_reward_only(misbehave):
   assert all(map(math.isnan, scores[::2])), scores
 
 
+def test_the_signal_that_ends_a_job_costs_no_reward(misbehave):
+  """A run then stops after its step, whose rewards must be all there."""
+  assert misbehave.score(completions('terminate', 'fine')) == [0.5, 0.5]
+
+
 def test_the_first_failure_is_told_and_others_are_not(capsys):
   made = pool.isolated(rewards_of_mine.misbehave, processes=1)
   made.score(completions('fine', 'raise', 'text'))
