@@ -70,9 +70,11 @@ def test_a_resumed_run_has_the_same_bits(uninterrupted, tmp_path):
   assert lines(tmp_path / 'run') == lines(folder)
 
 
+@pytest.mark.claims
 def test_a_plan_that_is_searched_for_does_not_change_the_results(
   uninterrupted, tmp_path
 ):
+  """In `make test`, runs of language models and of simulators search."""
   folder, _ = uninterrupted
   # With one device. The plans of eight take a minute to search.
   output = run(

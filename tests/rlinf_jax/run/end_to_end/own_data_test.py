@@ -89,22 +89,6 @@ def arguments(folder, workdir, *more, train='train.jsonl'):
   return [*args, *SMALL, *more]
 
 
-def run(folder, workdir, *more):
-  return subprocess.run(
-    [
-      sys.executable,
-      '-m',
-      'rlinf_jax.main',
-      *arguments(folder, workdir, *more),
-    ],
-    cwd=folder,
-    env=core_only.environment(ROOT, folder),
-    capture_output=True,
-    text=True,
-    timeout=600,
-  )
-
-
 @pytest.fixture
 def here(folder, monkeypatch):
   """This process in that folder, from which it imports."""
@@ -113,7 +97,7 @@ def here(folder, monkeypatch):
 
 
 def test_the_documented_command_trains_on_files(folder, tmp_path, here):
-  done = run(folder, tmp_path / 'run')
+  done = front_door.run(*arguments(folder, tmp_path / 'run'))
   assert done.returncode == 0, done.stderr
   assert 'train.jsonl: 20 questions' in done.stdout
   assert 'batches of shape (4, 115), too: 2 shapes so far' in done.stdout
