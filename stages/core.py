@@ -15,11 +15,13 @@ from stages import kernels, metrics
 from stages import remat as remat_lib
 
 # Constants to fold into a step's key, one per purpose. They lie beyond the row
-# numbers that `keys` folds in, so no two purposes share a key.
+# numbers that `keys` folds in, so no two purposes share a key. `EVALUATE` is
+# folded into the key of a run, and lies beyond the numbers of its steps.
 SHUFFLE = np.uint32(2**32 - 1)
 SEEDS = np.uint32(2**32 - 2)
 REPLAY = np.uint32(2**32 - 3)
 CHOOSE = np.uint32(2**32 - 4)
+EVALUATE = np.uint32(2**32 - 5)
 
 
 class Deferred(NamedTuple):

@@ -301,6 +301,12 @@ def merge(a, b):
   )
 
 
+def merge_named(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+  """As `merge`, of two `info` by name; what only one of them has is kept."""
+  both = {name: merge(a[name], b[name]) for name in a.keys() & b.keys()}
+  return a | b | both
+
+
 def read(info) -> tuple[dict[str, float], dict[str, Any]]:
   """Splits `info`, already on the host, into numbers and logged rows."""
   numbers, rows = {}, {}

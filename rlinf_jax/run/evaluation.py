@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from rlinf_jax.runtime import base as runtime_base
-from stages import base, metrics
+from stages import base, core, metrics
 from stages.language import tokens
 from stages.language.evaluate import SAMPLES
 
@@ -35,9 +35,10 @@ class HeldOut(NamedTuple):
 def evaluate_batch(
   runtime: runtime_base.Runtime, held_out: HeldOut, i: int, key: jax.Array
 ) -> base.Info:
-  """The metrics of batch `i`, on the host; `key` is that of all batches."""
-  # Rows at the same place of two batches must not be sampled alike.
-  key = jax.random.fold_in(key, i)
+  """The metrics of batch `i`, on the host; `key` is that of the run."""
+  # Rows at the same place of two batches must not be sampled alike, nor those
+  # of a batch and of training step `i`.
+  key = jax.random.fold_in(jax.random.fold_in(key, core.EVALUATE), i)
   return jax.device_get(runtime.evaluate(held_out.batches[i], key))
 
 

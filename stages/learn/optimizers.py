@@ -37,7 +37,8 @@ def adamw(
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root of the second moment.
-    weight_decay: decoupled weight decay, per unit of learning rate.
+    weight_decay: decoupled weight decay of all parameters, norm scales and
+      biases included, per unit of learning rate.
     clip_norm: largest global norm of a gradient.
   """
   rate = optax.constant_schedule(learning_rate)
@@ -47,12 +48,13 @@ def adamw(
       learning_rate / warmup, learning_rate, warmup - 1
     )
   if decay_steps is not None:
-    # One update at least: Optax reads a decay of none as a constant rate.
-    after = max(1, decay_steps * updates_per_step - warmup)
-    constant = min(round(constant_share * after), after - 1)
-    decay = optax.linear_schedule(
-      learning_rate, 0.0, after - constant, transition_begin=constant
-    )
+    decay = optax.constant_schedule(0.0)
+    after = decay_steps * updates_per_step - warmup
+    if after > 0:  # Optax reads a decay of no updates as a constant rate.
+      constant = min(round(constant_share * after), after - 1)
+      decay = optax.linear_schedule(
+        learning_rate, 0.0, after - constant, transition_begin=constant
+      )
     rate = optax.join_schedules([rate, decay], [warmup])
   return optax.chain(
     optax.clip_by_global_norm(clip_norm),

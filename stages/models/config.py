@@ -15,6 +15,20 @@ Activation = Literal['silu', 'gelu_tanh']
 DTYPES = 'float32', 'bfloat16', 'float64'
 
 
+def check_dtype(dtype: str):
+  """Refuses arithmetic that no model is trained in.
+
+  Raises:
+    ValueError: for a type that is not one of `DTYPES`.
+  """
+  if dtype not in DTYPES:
+    raise ValueError(
+      f'Arithmetic in {dtype} is not supported, as gradients of float16 are '
+      'rounded to zero below 6e-8: choose one of '
+      f'{", ".join(DTYPES)} (dtype of huggingface.policy).'
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
   """Dimensions and settings of the vision tower of Qwen2.5-VL.
@@ -178,12 +192,7 @@ class Config:
       raise ValueError(
         f'{self.H} query heads cannot share {self.K} key-value heads evenly.'
       )
-    if self.dtype not in DTYPES:
-      raise ValueError(
-        f'Arithmetic in {self.dtype} is not supported: gradients of float16 '
-        'are rounded to zero below 6e-8. Choose one of '
-        f'{", ".join(DTYPES)} (dtype of huggingface.policy).'
-      )
+    check_dtype(self.dtype)
     kernels.check(self.attention)
     if self.remat != remat_lib.AUTO:
       remat_lib.check(self.remat)

@@ -123,7 +123,10 @@ def read(
 
   Raises:
     CheckpointError: for a model or a setting that is not supported.
+    ValueError: for a type that is not one of `config.DTYPES`.
   """
+  if dtype is not None:
+    config_lib.check_dtype(dtype)
   family, vision = family_of(raw, path), None
   if family.has_vision:
     vision = vision_files.read(raw, path)

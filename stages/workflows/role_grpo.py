@@ -319,9 +319,13 @@ def _learn(
 
 
 def _merged(roles: Sequence[str]) -> Callable:
-  """Returns `infos -> info` with the metrics of each role and of all."""
+  """Returns `infos -> info` with the metrics of each role and of all.
+
+  Policies of several kinds have several metrics: one in bfloat16 alone has a
+  gap between log-probabilities.
+  """
   merge = stages.Stage(
-    lambda *infos: functools.reduce(metrics.merge, infos),
+    lambda *infos: functools.reduce(metrics.merge_named, infos),
     'merge_roles',
     'batch',
   )

@@ -229,3 +229,12 @@ def test_rows_of_batches_follow_each_other():
   )
   _, got = metrics.read(info)
   assert got['eval/samples']['a'].tolist() == [0, 1, 0, 1, 2]
+
+
+def test_what_one_of_two_infos_has_is_kept():
+  x = jnp.arange(3.0)
+  found = metrics.merge_named(
+    {'both': metrics.mean(x), 'one': metrics.mean(x + 1.0)},
+    {'other': metrics.maximum(x), 'both': metrics.mean(x + 2.0)},
+  )
+  assert metrics.read(found)[0] == {'both': 2.0, 'one': 2.0, 'other': 2.0}

@@ -111,7 +111,8 @@ def read(
 
   Args:
     checkpoint: folder of a model of type 'openvla'.
-    dtype: type of the arithmetic; that of the checkpoint if None.
+    dtype: type of the arithmetic; that of the checkpoint if None, or bfloat16
+      for one in float16.
     remat: as in `transformer.Config`.
     towers: vision towers by their names in timm.
 
@@ -132,7 +133,8 @@ def read(
     )
   stored = raw.get('dtype') or raw.get('torch_dtype')
   text = {'model_type': 'llama'} | raw['text_config']
-  llama = families.read(text, path, dtype=dtype or stored, remat=remat)
+  text |= {'dtype': stored} if stored else {}
+  llama = families.read(text, path, dtype=dtype, remat=remat)
   sizes = tuple(raw['image_sizes'])
   own = {'dtype': llama.dtype, 'remat': remat}
   try:

@@ -1,5 +1,6 @@
-"""The numbers of an evaluation, by set and by task."""
+"""The numbers of an evaluation, by set and by task, and its random keys."""
 
+import jax
 import jax.numpy as jnp
 
 from rlinf_jax.run import evaluation
@@ -18,3 +19,17 @@ def test_a_term_of_the_reward_is_a_metric_of_its_set_and_no_task():
     'reach': {'success_once'},
     'all': {'accuracy', 'reward/format'},
   }
+
+
+def test_no_evaluation_has_the_key_of_a_step_or_of_another_batch():
+  class Runtime:
+    def evaluate(self, batch, key):
+      return {'key': jax.random.key_data(key)}
+
+  run, held_out = jax.random.key(7), evaluation.HeldOut([None] * 4, None)
+  keys = [
+    evaluation.evaluate_batch(Runtime(), held_out, i, run)['key']
+    for i in range(4)
+  ]
+  keys += [jax.random.key_data(jax.random.fold_in(run, i)) for i in range(4)]
+  assert len({tuple(key.tolist()) for key in keys}) == 8

@@ -61,18 +61,19 @@ def test_a_share_of_the_steps_keeps_the_full_rate_before_it_falls():
 
 
 @pytest.mark.parametrize(
-  'settings',
+  ('settings', 'last'),
   [
-    {'warmup_steps': 4, 'decay_steps': 4},
-    {'warmup_steps': 5, 'decay_steps': 2},
-    {'decay_steps': 4, 'constant_share': 0.96},
-    {'decay_steps': 0},
+    ({'warmup_steps': 4, 'decay_steps': 4}, 4),
+    ({'warmup_steps': 5, 'decay_steps': 2}, 5),
+    ({'decay_steps': 4, 'constant_share': 0.96}, 4),
+    ({'decay_steps': 0}, 0),
   ],
 )
-def test_a_decay_that_leaves_no_step_still_ends_at_zero(settings):
+def test_a_decay_that_leaves_no_step_still_ends_at_zero(settings, last):
   """Optax reads a decay of no updates as a constant rate."""
-  last = rates(optimizers.adamw(0.4, **settings), 9)[-3:]
-  np.testing.assert_array_equal(last, 0.0)
+  found = np.array(rates(optimizers.adamw(0.4, **settings), 9))
+  assert (found[:last] > 0.0).all()
+  np.testing.assert_array_equal(found[last:], 0.0)
 
 
 def test_adamw_decays_weights_by_its_rate():

@@ -192,6 +192,20 @@ def test_metrics_are_of_each_role_and_of_both(stepped):
   assert numbers['train/skipped'] == 0
 
 
+def test_one_of_two_policies_may_have_metrics_that_the_other_lacks():
+  workflow = workflows.role_grpo(
+    [policy(recompute_logp=True), policy()],
+    conversation.episode_return(),
+    [invariance_test.KEEP] * 2,
+    envs=toy_conversation.envs(roles=NAMES),
+    max_turns=TURNS,
+    group_size=GROUP,
+  )
+  flow = tiny.trace(workflow, problem())
+  names = {node.stage.name for node in flow.nodes}
+  assert 'one_logprob_gap' in names and 'other_logprob_gap' not in names
+
+
 def test_the_words_of_a_role_are_of_its_own_policy():
   """Until it hears of the other, the first role does not depend on it."""
   state = apart().init(jax.random.key(0))
