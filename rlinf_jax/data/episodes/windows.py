@@ -8,6 +8,7 @@ that resumes reads the same ones.
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+import functools
 import itertools
 from typing import Any, NamedTuple
 
@@ -51,6 +52,8 @@ class Windows:
     self._load = load
     self._thread = futures.ThreadPoolExecutor(1, 'episodes')
     self._held: dict[tuple[int, ...], futures.Future] = {}
+    # Batches are of one epoch or two; an epoch of a million takes seconds.
+    self._epoch = functools.lru_cache(2)(self._make_epoch)
 
   @property
   def rows(self) -> int:
@@ -80,20 +83,26 @@ class Windows:
     """Yields the windows of a batch, with the rows to take from each."""
     first, offset = divmod(start, self.rows)
     for epoch in itertools.count(first):
-      for n, window in enumerate(self._epoch(seed, epoch)):
-        size = int(self._lengths[list(window)].sum())
-        if offset >= size:
-          offset -= size
-          continue
+      windows, starts = self._epoch(seed, epoch)
+      first_window = int(np.searchsorted(starts, offset, side='right')) - 1
+      offset -= starts[first_window]
+      for n in range(first_window, len(windows)):
         rng = np.random.default_rng([seed, epoch, n])
-        rows = rng.permutation(size)[offset : offset + count]
-        yield Piece(window, rows)
+        order = rng.permutation(starts[n + 1] - starts[n])
+        rows = order[offset : offset + count]
+        yield Piece(windows[n], rows)
         offset, count = 0, count - len(rows)
         if not count:
           return
 
-  def _epoch(self, seed: int, epoch: int) -> list[tuple[int, ...]]:
-    """The windows of an epoch; the same episodes are the same window."""
+  def _make_epoch(
+    self, seed: int, epoch: int
+  ) -> tuple[list[tuple[int, ...]], np.ndarray]:
+    """The windows of an epoch; the same episodes are the same window.
+
+    Returns:
+      The windows, and the step at which each begins, with the end as the last.
+    """
     order = np.random.default_rng([seed, epoch]).permutation(len(self._lengths))
     windows, rows = [], 0
     for i in order.tolist():
@@ -102,4 +111,6 @@ class Windows:
         windows.append([])
         rows = self._lengths[i]
       windows[-1].append(i)
-    return [tuple(sorted(window)) for window in windows]
+    sizes = [int(self._lengths[window].sum()) for window in windows]
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    return [tuple(sorted(window)) for window in windows], starts

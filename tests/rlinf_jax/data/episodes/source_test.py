@@ -169,6 +169,22 @@ def test_what_fits_into_one_window_is_read_once():
     np.testing.assert_array_equal(np.sort(got), np.arange(20))
 
 
+def test_the_episodes_of_an_epoch_are_put_in_order_once(monkeypatch):
+  """Those of a large data set take seconds, and steps wait for it."""
+  made, default_rng = [], np.random.default_rng
+
+  def counted(seed):
+    made.append(seed)
+    return default_rng(seed)
+
+  monkeypatch.setattr(windows.np.random, 'default_rng', counted)
+  stream = windows.Windows([10] * 6, 20, lambda w: np.arange(10 * len(w)))
+  for start in range(0, 55, 5):
+    stream.take(7, start, 5)
+  # Other generators shuffle the steps of a window.
+  assert [seed for seed in made if len(seed) == 2] == [[7, 0]]
+
+
 def test_a_batch_may_be_larger_than_an_epoch():
   made = windows.Windows(
     [3, 2], 2, lambda w: np.repeat(w, [(3, 2)[i] for i in w])
