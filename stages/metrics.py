@@ -99,7 +99,7 @@ class Score(NamedTuple):
 
 
 class Max(NamedTuple):
-  """A maximum."""
+  """A maximum; it is left out of the log where it is one of no numbers, −∞."""
 
   max: jax.Array
 
@@ -107,7 +107,7 @@ class Max(NamedTuple):
     return Max(jnp.maximum(self.max, other.max))
 
   def value(self):
-    return {'': self.max}
+    return {'': self.max} if self.max > -np.inf or np.isnan(self.max) else {}
 
 
 class Load(NamedTuple):

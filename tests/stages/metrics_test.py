@@ -231,6 +231,16 @@ def test_rows_of_batches_follow_each_other():
   assert got['eval/samples']['a'].tolist() == [0, 1, 0, 1, 2]
 
 
+def test_a_maximum_of_no_numbers_is_left_out_and_one_that_is_nan_is_not():
+  x, none = jnp.arange(3.0), jnp.zeros(3)
+  empty = metrics.maximum(x, none)
+  assert metrics.read({'max': empty})[0] == {}
+  merged = empty.merge(metrics.maximum(x))
+  assert metrics.read({'max': merged})[0] == {'max': 2.0}
+  bad = metrics.maximum(x.at[1].set(jnp.nan))
+  assert np.isnan(metrics.read({'max': bad})[0]['max'])
+
+
 def test_what_one_of_two_infos_has_is_kept():
   x = jnp.arange(3.0)
   found = metrics.merge_named(
