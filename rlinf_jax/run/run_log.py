@@ -1,6 +1,7 @@
 """The log of a run: metrics, timeline, samples, predictions and videos."""
 
 from collections.abc import Sequence
+import contextlib
 import functools
 import pathlib
 from typing import Any
@@ -147,12 +148,25 @@ class RunLog:
       self._samples.write(step, {'split': split, **record})
 
   def close(self):
-    """Closes all files and removes the progress bar."""
-    for writer in [
-      self._console,
-      *self._metric_writers,
-      self._timeline,
-      self._samples,
-      self._predictions,
-    ]:
-      writer.close()
+    """Closes all files and removes the progress bar.
+
+    Raises:
+      OSError: if one cannot be written to its end; the others are closed.
+    """
+    with contextlib.ExitStack() as stack:
+      for writer in [
+        self._predictions,
+        self._samples,
+        self._timeline,
+        *self._metric_writers,
+        self._console,
+      ]:
+        stack.callback(writer.close)
+
+  def __enter__(self):
+    return self
+
+  def __exit__(self, kind, *_):
+    # A disk that is full must not hide why the run ends.
+    with contextlib.suppress(OSError) if kind else contextlib.nullcontext():
+      self.close()

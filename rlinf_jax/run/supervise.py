@@ -100,10 +100,8 @@ def _attempt(
     )
     steps = run.schedule.steps
     log = stack.enter_context(
-      contextlib.closing(
-        run_log.RunLog(
-          run.folder, run.source, steps, start.step, run.wandb_project
-        )
+      run_log.RunLog(
+        run.folder, run.source, steps, start.step, run.wandb_project
       )
     )
     result.remove(run.folder)

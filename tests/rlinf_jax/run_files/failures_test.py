@@ -74,6 +74,22 @@ def test_a_video_that_cannot_be_written_is_told_at_the_end(tmp_path, capsys):
   )
 
 
+def test_a_full_disk_does_not_hide_why_a_run_ends(tmp_path):
+  def full():
+    raise OSError('No space left on device')
+
+  closed, log = [], run_log.RunLog(tmp_path, None, 5, 0, None)
+  log._timeline.close()
+  log._timeline = writers.Writer(None, full)
+  log._predictions.close()
+  log._predictions = writers.Writer(None, lambda: closed.append('file'))
+  with pytest.raises(KeyError), log:
+    raise KeyError
+  with pytest.raises(OSError, match='No space'), log:
+    pass
+  assert closed == ['file', 'file']
+
+
 def test_the_return_is_shown_where_no_episode_ever_succeeds(tmp_path):
   none = {'eval/success_once': 0.0, 'env/success_once': 0.0}
   write(
