@@ -19,7 +19,7 @@ import zlib
 
 # Tracing makes millions of objects that live long. By default Python searches
 # for cycles after every 700 of them, for a fourteenth of the tests' time.
-gc.set_threshold(10_000, 20, 20)
+gc.set_threshold(50_000, 20, 4)
 
 # In the environment, so that the processes which tests start see them too.
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
