@@ -18,6 +18,7 @@ from stages.models.files import config_check, decoder_names, naming, weights
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'
+DEFAULT_ALPHA = 8  # PEFT's own, where a configuration has none.
 SETTINGS = {
   'r': config_check.size(2**16),
   'lora_alpha': config_check.POSITIVE,
@@ -57,9 +58,24 @@ def is_adapter(folder: str | pathlib.Path) -> bool:
   return (pathlib.Path(folder) / CONFIG).is_file()
 
 
-def _tensors(parameter: str) -> dict[str, naming.Tensor]:
+def check_folder(folder: str | pathlib.Path):
+  """Refuses a folder that holds no adapter.
+
+  Raises:
+    CheckpointError: for such a folder.
+  """
+  if not is_adapter(folder):
+    path = pathlib.Path(folder) / CONFIG
+    raise weights.CheckpointError(
+      f'There is no adapter at {folder}: {path} was not found. Give the folder '
+      'of an adapter in the format of PEFT.'
+    )
+
+
+def _tensors(parameter: str, prefix: str = '') -> dict[str, naming.Tensor]:
   """PEFT's tensors of A and B of a matrix, by our names."""
-  stem = PREFIX + decoder_names.NAMES[parameter].name.removesuffix('.weight')
+  name = decoder_names.NAMES[parameter].name.removesuffix('.weight')
+  stem = f'{PREFIX}{prefix}{name}'
   a, b = lora.pair_names(parameter)
   ins = len(lora.split(parameter)[0])
   return {
@@ -68,13 +84,23 @@ def _tensors(parameter: str) -> dict[str, naming.Tensor]:
   }
 
 
-def write(folder: str | pathlib.Path, params, base_model: str | pathlib.Path):
+def write(
+  folder: str | pathlib.Path,
+  params,
+  base_model: str | pathlib.Path,
+  *,
+  prefix: str = '',
+  start: str | None = None,
+):
   """Writes the adapter of an adapted policy, for PEFT to load.
 
   Args:
     folder: where to write; created if it does not exist.
     params: parameters of the policy, see `lora`.
     base_model: folder of the model that is adapted.
+    prefix: of names of tensors, where the model is a part of another one.
+    start: folder of the adapter that it started from, whose configuration and
+      other tensors go with it; None for a new one.
   """
   from safetensors import numpy as st
 
@@ -96,37 +122,58 @@ def write(folder: str | pathlib.Path, params, base_model: str | pathlib.Path):
     'fan_in_fan_out': False,
     'inference_mode': True,
   }
+  text, tensors = json.dumps(config, indent=2), {}
+  if start is not None:
+    text = (pathlib.Path(start) / CONFIG).read_text()
+    tensors = read_others(start, prefix)[1]
   names = {}
   for parameter in found:
-    names |= _tensors(parameter)
-  tensors = {
-    name: np.ascontiguousarray(x)
-    for name, x in weights.checkpoint_tensors(adapter, names)
-  }
+    names |= _tensors(parameter, prefix)
+  for name, x in weights.checkpoint_tensors(adapter, names):
+    tensors[name] = np.ascontiguousarray(x)
   st.save_file(tensors, folder / TENSORS, metadata={'format': 'pt'})
-  (folder / CONFIG).write_text(json.dumps(config, indent=2))
+  (folder / CONFIG).write_text(text)
 
 
-def load(
-  settings: lora.Lora, shapes: Any
-) -> tuple[lora.Lora, Callable[[Any], dict[str, Any]]]:
-  """Reads an adapter for the model that it is to adapt.
+def read_others(
+  folder: str | pathlib.Path, prefix: str
+) -> tuple[float, dict[str, np.ndarray]]:
+  """α/r of an adapter, and its tensors outside layers of a part of the model.
 
   Args:
-    settings: names the adapter; what else they set must be as in it.
-    shapes: shapes of the parameters of the model.
-
-  Returns:
-    The settings of the adapter, and `params -> adapter`, which reads it.
+    folder: of the adapter.
+    prefix: of names of the part's tensors.
 
   Raises:
-    CheckpointError: if it is unreadable, or was made for another model; names
-      all that does not fit.
+    CheckpointError: if it is unreadable.
   """
+  from safetensors import numpy as st
+
+  folder = pathlib.Path(folder)
+  config = _read_config(folder)
+  stored, _ = _stored(folder)
+  tensors = st.load_file(folder / TENSORS)
+  others = {x: tensors[x] for x in stored if not _is_in(x, prefix)}
+  return _alpha(config) / config['r'], others
+
+
+def _is_in(name: str, prefix: str) -> bool:
+  """Whether a tensor is of layers of a part of the model, or of a whole one."""
+  return not prefix or name.startswith(f'{PREFIX}{prefix}model.layers.')
+
+
+def _alpha(config: dict[str, Any]) -> float:
+  """α of a configuration; with rsLoRA, α √r, as α/√r is the scale there."""
+  alpha = float(config.get('lora_alpha') or DEFAULT_ALPHA)
+  return alpha * math.sqrt(config['r']) if config.get('use_rslora') else alpha
+
+
+def _stored(
+  folder: pathlib.Path,
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+  """Shapes of the tensors of an adapter, by their names, and their types."""
   import safetensors
 
-  folder = pathlib.Path(settings.adapter)
-  config = _read_config(folder)
   stored, kinds = {}, set()
   try:
     if not (folder / TENSORS).is_file():  # A pipe would be waited for.
@@ -139,14 +186,38 @@ def load(
     raise weights.CheckpointError(
       f'{folder / TENSORS} cannot be read ({error}): copy the adapter again.'
     ) from error
-  rank, alpha = config['r'], float(config.get('lora_alpha') or 8)
-  if config.get('use_rslora'):
-    alpha *= math.sqrt(rank)  # α/√r there, and α/r here.
+  return stored, kinds
+
+
+def load(
+  settings: lora.Lora, shapes: Any, *, prefix: str = ''
+) -> tuple[lora.Lora, Callable[[Any], dict[str, Any]]]:
+  """Reads an adapter for the model that it is to adapt.
+
+  Args:
+    settings: names the adapter; what else they set must be as in it.
+    shapes: shapes of the parameters of the model.
+    prefix: of names of tensors, where the model is a part of another one, whose
+      other adapters are then left to `read_others`.
+
+  Returns:
+    The settings of the adapter, and `params -> adapter`, which reads it.
+
+  Raises:
+    CheckpointError: if it is unreadable, or was made for another model; names
+      all that does not fit.
+  """
+  folder = pathlib.Path(settings.adapter)
+  config = _read_config(folder)
+  stored, kinds = _stored(folder)
+  stored = {name: x for name, x in stored.items() if _is_in(name, prefix)}
+  rank, alpha = config['r'], _alpha(config)
   targets = tuple(
     p for p in lora.LETTERS.values() if any(_module(p) in k for k in stored)
   )
   faults = _other_settings(settings, rank, alpha, targets)
-  faults += _mismatches(stored, shapes, targets, rank)
+  faults += _mismatches(stored, shapes, targets, rank, prefix)
+  faults += [] if targets else ['it adapts no layer of the language model']
   faults += [f'it has tensors of {x}' for x in kinds - {*weights.FLOATS}]
   if faults:
     raise weights.CheckpointError(
@@ -169,7 +240,7 @@ def load(
 
   names_of = {}
   for p in targets:
-    names_of |= _tensors(p)
+    names_of |= _tensors(p, prefix)
   return found, read
 
 
@@ -180,12 +251,8 @@ def _module(parameter: str) -> str:
 
 def _read_config(folder: pathlib.Path) -> dict[str, Any]:
   """The configuration of an adapter that is supported."""
+  check_folder(folder)
   path = folder / CONFIG
-  if not path.is_file():
-    raise weights.CheckpointError(
-      f'There is no adapter at {folder}: {path} was not found. Give the folder '
-      'of an adapter in the format of PEFT.'
-    )
   config = weights.read_json(path)
   faults = ['it is not an object']
   if isinstance(config, dict):
@@ -233,7 +300,7 @@ def _other_settings(settings, rank, alpha, targets) -> list[str]:
   return faults
 
 
-def _mismatches(stored, shapes, targets, rank: int) -> list[str]:
+def _mismatches(stored, shapes, targets, rank: int, prefix: str) -> list[str]:
   """Differences between an adapter's tensors and those that a model needs."""
   needed, layers = {}, shapes['layers']
   for p in targets:
@@ -243,7 +310,7 @@ def _mismatches(stored, shapes, targets, rank: int) -> list[str]:
     L, *shape = layers[p].shape
     sizes = math.prod(shape[: len(ins)]), math.prod(shape[len(ins) :])
     pair = (rank, sizes[0]), (sizes[1], rank)
-    for tensor, size in zip(_tensors(p).values(), pair, strict=True):
+    for tensor, size in zip(_tensors(p, prefix).values(), pair, strict=True):
       needed |= {tensor.name.format(i=i): size for i in range(L)}
   found = {}
   for name in sorted(stored.keys() | needed.keys(), key=_layer_last):

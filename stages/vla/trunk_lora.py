@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.models import lora, lora_merge
+from stages.models import adapters, lora, lora_merge
 
 
 def wrap(
@@ -21,6 +21,7 @@ def wrap(
   settings: lora.Lora,
   frozen_parts: tuple[str, ...],
   part: str,
+  prefix: str | None = None,
 ) -> base.Policy:
   """A policy whose weights are frozen, with adapters that are trained.
 
@@ -29,15 +30,18 @@ def wrap(
     settings: rank, alpha and targets.
     frozen_parts: names of the parts that are frozen.
     part: that of them which has adapters.
+    prefix: of names of its tensors in files of adapters; None where there are
+      no such files.
 
   Raises:
-    ValueError: for an adapter to start from, or quantized weights, which are
-      not supported.
+    CheckpointError: for an adapter to start from that does not fit.
+    ValueError: for one where there are no files of adapters, or for quantized
+      weights, which are not supported.
   """
-  if settings.adapter:
+  if settings.adapter and prefix is None:
     raise ValueError(
-      'Adapters of VLAs start anew: leave out `adapter`, or add it to the '
-      'weights of the checkpoint first.'
+      'Adapters of this model start anew: leave out `adapter`, or add it to '
+      'the weights of the checkpoint first.'
     )
   if settings.quantize:
     raise ValueError(
@@ -45,11 +49,18 @@ def wrap(
       'quantized: leave it out.'
     )
 
+  start = None
+  if settings.adapter:
+    shapes = jax.eval_shape(policy.init, jax.random.key(0))[part]
+    settings, start = adapters.load(settings, shapes, prefix=prefix)
+
   def init(key):
     params = dict(policy.init(key))
     frozen = {name: params.pop(name) for name in frozen_parts}
-    key = jax.random.fold_in(key, 2)
-    adapter = lora.init(frozen[part], settings, key)
+    if start:
+      adapter = start(frozen[part])
+    else:
+      adapter = lora.init(frozen[part], settings, jax.random.fold_in(key, 2))
     alpha = lora.DEFAULT_ALPHA if settings.alpha is None else settings.alpha
     own = {lora.PARAMS: frozen, lora.ALPHA: jnp.float32(alpha)}
     return {lora.ADAPTER: adapter, base.FROZEN: own} | params
@@ -63,6 +74,16 @@ def wrap(
     value=lora.prepared(policy.value, joined),
     imitation_loss=lora.prepared(policy.imitation_loss, joined),
   )
+
+
+def of_part(params, *, part: str):
+  """Parameters of the part with adapters, as those of `lora` alone."""
+  frozen = params[base.FROZEN]
+  own = {
+    lora.PARAMS: frozen[lora.PARAMS][part],
+    lora.ALPHA: frozen[lora.ALPHA],
+  }
+  return {lora.ADAPTER: params[lora.ADAPTER], base.FROZEN: own}
 
 
 def merge(params, *, part: str):
@@ -82,12 +103,7 @@ def merge_if_adapted(params, *, part: str):
 
 def _whole(prepare: Callable, params, *, part: str):
   """The parts of the model, with the language model that `prepare` makes."""
-  frozen = params[base.FROZEN]
-  parts = frozen[lora.PARAMS]
-  adapted = {
-    lora.ADAPTER: params[lora.ADAPTER],
-    base.FROZEN: {lora.PARAMS: parts[part], lora.ALPHA: frozen[lora.ALPHA]},
-  }
+  parts, adapted = params[base.FROZEN][lora.PARAMS], of_part(params, part=part)
   trained = {
     k: x for k, x in params.items() if k not in (lora.ADAPTER, base.FROZEN)
   }

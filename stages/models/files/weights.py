@@ -6,7 +6,7 @@ fit on one device.
 """
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 import contextlib
 import functools
 import itertools
@@ -242,6 +242,7 @@ def load(
   names: naming.Names,
   *,
   ignored: frozenset[str] = frozenset(),
+  seen_as: Callable[[TensorFiles], Any] = lambda files: files,
 ):
   """Loads the parameters of a checkpoint onto their devices.
 
@@ -254,6 +255,7 @@ def load(
     shapes: a tree of shapes and types.
     names: the checkpoint tensor of each parameter, by the last key of its path.
     ignored: names of tensors that may be present and are not read.
+    seen_as: `files -> files`, which may have other values in their tensors.
 
   Raises:
     CheckpointError: names all missing, extra and wrongly shaped tensors, or
@@ -262,7 +264,7 @@ def load(
   stack = contextlib.ExitStack()
   files = TensorFiles(pathlib.Path(folder), stack)
   weakref.finalize(files, stack.close)  # Deferred parameters are read later.
-  return load_open(files, shapes, names, ignored)
+  return load_open(seen_as(files), shapes, names, ignored)
 
 
 def load_open(

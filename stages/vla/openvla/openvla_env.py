@@ -13,13 +13,16 @@ from stages import base, ranges, tree_paths
 from stages import settings as settings_lib
 from stages.envs import action_range
 from stages.envs import env as env_lib
+from stages.models import adapters
 from stages.models import lora as lora_lib
+from stages.models.files import weights
 from stages.vla import instructions, trunk_lora
 from stages.vla.openvla import (
   action_tokens,
   openvla,
   openvla_files,
   openvla_policy,
+  tuning_files,
 )
 
 LLAMA = 'llama'
@@ -93,7 +96,8 @@ def pretrained(
     instruction: as for `policy`.
     camera: likewise.
     lora: adapters that are trained in place of the weights; None to train the
-      weights.
+      weights. Of an adapter to start from, the matrices outside layers of the
+      language model are added to the weights.
     **settings: of `openvla_files.policy_and_stats`.
 
   Raises:
@@ -101,7 +105,9 @@ def pretrained(
   """
   check_camera(env, camera)
   instructions.check_env(env, instruction)
-  own, stats = openvla_files.policy_and_stats(checkpoint, **settings)
+  own, stats = openvla_files.policy_and_stats(
+    checkpoint, adapter=lora.adapter if lora else None, **settings
+  )
   check_actions(env, len(stats.q01))
   if lora:
     own = adapted(own, lora)
@@ -115,23 +121,60 @@ def export(
   params: Mapping[str, Any],
   *,
   checkpoint: str,
+  merge_lora: bool = True,
+  adapter: str | None = None,
   **settings,
 ):
-  """Writes what a workflow has trained as a checkpoint, adapters added.
+  """Writes what a workflow has trained as a checkpoint.
 
   Args:
     folder: folder to write.
     params: what `Workflow.params` returns.
     checkpoint: the original model.
+    merge_lora: whether adapters are added to the weights; else the folder has a
+      `lora_adapter` in PEFT's layout, and no weights.
+    adapter: folder of the adapter that training started from; None for a new
+      one.
     **settings: of `openvla_files.export`.
   """
+  if lora_lib.is_adapted(params['policy']) and not merge_lora:
+    export_apart(folder, params['policy'], checkpoint, adapter)
+    return
   own = trunk_lora.merge_if_adapted(params['policy'], part=LLAMA)
-  openvla_files.export(folder, own, checkpoint, **settings)
+  openvla_files.export(folder, own, checkpoint, adapter=adapter, **settings)
 
 
 def adapted(own: base.Policy, lora: lora_lib.Lora) -> base.Policy:
   """The policy with adapters in its language model, see `trunk_lora`."""
-  return trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA)
+  return trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA, tuning_files.PREFIX)
+
+
+def export_apart(
+  folder: str | pathlib.Path,
+  params: base.Params,
+  checkpoint: str,
+  adapter: str | None,
+  finish: Callable[[pathlib.Path], None] = lambda part: None,
+):
+  """Writes a folder with the adapter alone, and the files beside it.
+
+  Args:
+    folder: folder to write.
+    params: parameters of the policy.
+    checkpoint: the model that is adapted.
+    adapter: that which training started from; None for a new one.
+    finish: writes further files into the folder before it is complete.
+  """
+  with weights.new_folder(pathlib.Path(folder)) as part:
+    adapters.write(
+      part / tuning_files.FOLDER,
+      trunk_lora.of_part(params, part=LLAMA),
+      checkpoint,
+      prefix=tuning_files.PREFIX,
+      start=adapter,
+    )
+    tuning_files.copy(part, openvla_files.COMPANIONS, checkpoint, adapter)
+    finish(part)
 
 
 def within_bounds(own: base.Policy, env: env_lib.Env) -> base.Policy:

@@ -9,9 +9,9 @@ stored and read by nothing; an export copies them.
 from collections.abc import Callable, Mapping
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
-import shutil
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,12 +27,16 @@ from stages.models.files.naming import Names, Tensor
 from stages.models.vision import names as vision_names
 from stages.models.vision import vit
 from stages.vla import picture_files
-from stages.vla.openvla import action_tokens, openvla, openvla_policy
+from stages.vla.openvla import (
+  action_tokens,
+  openvla,
+  openvla_policy,
+  tuning_files,
+)
 
-STATISTICS = 'dataset_statistics.json'
 COMPANIONS = (
   *huggingface.COMPANIONS,
-  STATISTICS,
+  tuning_files.STATISTICS,
   picture_files.FILE,
   'processor_config.json',
   'configuration_prismatic.py',
@@ -103,6 +107,7 @@ class Model(NamedTuple):
 def read(
   checkpoint: str | pathlib.Path,
   *,
+  adapter: str | None = None,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = TOWERS,
@@ -111,6 +116,7 @@ def read(
 
   Args:
     checkpoint: folder of a model of type 'openvla'.
+    adapter: folder of an adapter, beside whose `lora_adapter` are statistics.
     dtype: type of the arithmetic; that of the checkpoint if None, or bfloat16
       for one in float16.
     remat: as in `transformer.Config`.
@@ -163,7 +169,8 @@ def read(
     raise weights.CheckpointError(
       f'{path} cannot describe an OpenVLA: {error}'
     ) from error
-  return Model(config, _statistics(checkpoint, raw))
+  tuned = tuning_files.statistics(checkpoint, adapter)
+  return Model(config, raw.get('norm_stats') if tuned is None else tuned)
 
 
 def _tower(published: vit.Config, args: Mapping[str, Any]) -> vit.Config:
@@ -215,21 +222,12 @@ def _unsupported(raw: Mapping[str, Any], towers: Mapping[str, vit.Config]):
     yield f'timm_override_act_layers is {overrides!r:.40}, expected nulls'
 
 
-def _statistics(checkpoint, raw: Mapping[str, Any]) -> Any:
-  """Statistics of actions: of fine-tuning, or else those in config.json."""
-  path = pathlib.Path(checkpoint) / STATISTICS
-  return weights.read_json(path) if path.exists() else raw.get('norm_stats')
-
-
 def names(config: openvla.Config) -> Names:
   """The tensor of a checkpoint that holds each parameter, by part."""
   del config  # Sizes alone differ.
   projector = {}
-  for i, name, letters in (
-    (1, 'in', 'OF'),
-    (2, 'middle', 'FD'),
-    (3, 'out', 'OD'),
-  ):
+  maps = ('in', 'OF'), ('middle', 'FD'), ('out', 'OD')
+  for i, (name, letters) in enumerate(maps, 1):
     stem = f'projector.fc{i}'
     projector[f'{name}_{letters}'] = Tensor(f'{stem}.weight', 1)
     projector[f'{name}_bias_{letters[1]}'] = Tensor(f'{stem}.bias')
@@ -275,6 +273,7 @@ def load_params(
   config: openvla.Config,
   *,
   with_towers: bool = True,
+  adapter: str | None = None,
 ):
   """The parameters of a checkpoint, each onto its devices.
 
@@ -282,6 +281,7 @@ def load_params(
     checkpoint: folder of a model.
     config: the model.
     with_towers: whether those of the vision towers are among them.
+    adapter: folder of one that is added outside the language model's layers.
 
   Raises:
     CheckpointError: names all missing, extra and wrongly shaped tensors.
@@ -290,13 +290,17 @@ def load_params(
   if not with_towers:
     shapes = {k: x for k, x in shapes.items() if k not in PREFIXES}
   ignored = _unread(checkpoint, config, with_towers=with_towers)
-  return weights.load(checkpoint, shapes, names(config), ignored=ignored)
+  add = functools.partial(tuning_files.add, adapter=adapter, unread=ignored)
+  return weights.load(
+    checkpoint, shapes, names(config), ignored=ignored, seen_as=add
+  )
 
 
 @settings_lib.passed_to(openvla_policy.policy)
 def policy_and_stats(
   checkpoint: str,
   *,
+  adapter: str | None = None,
   data_set: str | None = None,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
@@ -307,6 +311,7 @@ def policy_and_stats(
 
   Args:
     checkpoint: folder of a model of type 'openvla'.
+    adapter: as for `load_params`.
     data_set: whose statistics actions are un-normalized by; None if the model
       has those of one alone.
     dtype: as for `read`.
@@ -322,7 +327,9 @@ def policy_and_stats(
       f'{checkpoint} has vision towers with FiLM ({found[0].name}), which '
       'OpenVLA does not have: read it as an OpenVLA-OFT.'
     )
-  config, norm_stats = read(checkpoint, dtype=dtype, remat=remat, towers=towers)
+  config, norm_stats = read(
+    checkpoint, adapter=adapter, dtype=dtype, remat=remat, towers=towers
+  )
   stats = action_tokens.action_stats(norm_stats, data_set)
   own = openvla_policy.policy(config, stats, **settings)
 
@@ -330,7 +337,7 @@ def policy_and_stats(
     params = own.init(key)
     if deferred.only_shapes(key):  # Only shapes are needed.
       return params
-    return params | load_params(checkpoint, config)
+    return params | load_params(checkpoint, config, adapter=adapter)
 
   return own._replace(init=init), stats
 
@@ -346,6 +353,7 @@ def export(
   params,
   checkpoint: str | pathlib.Path,
   *,
+  adapter: str | None = None,
   towers: Mapping[str, vit.Config] = TOWERS,
   shard_bytes: int = 5 * 2**30,
   finish: Callable[[pathlib.Path], None] = lambda part: None,
@@ -358,6 +366,7 @@ def export(
       not among them are copied from the original.
     checkpoint: the original model, for its type, and for all that is not
       trained.
+    adapter: folder of the adapter that training started from, see `read`.
     towers: as for `read`.
     shard_bytes: maximum bytes of tensors in one file.
     finish: writes further files into the folder before it is complete.
@@ -377,9 +386,7 @@ def export(
       shard_bytes=shard_bytes,
     )
     (part / 'config.json').write_text(json.dumps(raw, indent=2))
-    for name in COMPANIONS:
-      if (source / name).is_file():
-        shutil.copy(source / name, part / name)
+    tuning_files.copy(part, COMPANIONS, source, adapter)
     finish(part)
 
 

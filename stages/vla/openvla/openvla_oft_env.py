@@ -19,6 +19,7 @@ from stages.vla.openvla import (
   openvla_oft,
   openvla_oft_files,
   openvla_oft_policy,
+  tuning_files,
 )
 
 
@@ -86,15 +87,19 @@ def pretrained(
     state: path of the robot's state, in the units of the data set; read by
       models with a projector of the state alone.
     chunk: Z, which no file says.
-    lora: adapters that are trained in place of the weights; None to train the
-      weights.
+    lora: adapters that are trained in place of the weights, as for
+      `openvla_env.pretrained`; None to train the weights.
     **settings: of `openvla_oft_files.policy`.
 
   Raises:
     ValueError: if the model does not fit the observations or the actions.
   """
   own, config, stats = openvla_oft_files.policy_config_and_stats(
-    checkpoint, chunk=chunk, cameras=len(cameras), **settings
+    checkpoint,
+    adapter=lora.adapter if lora else None,
+    chunk=chunk,
+    cameras=len(cameras),
+    **settings,
   )
   if lora:
     own = openvla_env.adapted(own, lora)
@@ -116,18 +121,50 @@ def export(
   params: Mapping[str, Any],
   *,
   checkpoint: str,
+  merge_lora: bool = True,
+  adapter: str | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
   **settings,
 ):
-  """Writes what a workflow has trained as a checkpoint, adapters added.
+  """Writes what a workflow has trained as a checkpoint.
 
   Args:
     folder: folder to write.
     params: what `Workflow.params` returns.
     checkpoint: the original model.
+    merge_lora: as for `openvla_env.export`.
+    adapter: likewise.
+    norm_stats: as for `openvla_oft_files.export`.
     **settings: of `openvla_oft_files.export`.
+
+  Raises:
+    ValueError: for FiLM with adapters that are not merged.
   """
+  policy = params['policy']
+  if lora_lib.is_adapted(policy) and not merge_lora:
+    if openvla_oft.FILM in policy:
+      raise ValueError(
+        'A model with FiLM is exported whole: leave out merge_lora = False.'
+      )
+    openvla_env.export_apart(
+      folder,
+      policy,
+      checkpoint,
+      adapter,
+      lambda part: tuning_files.write_heads(
+        part, policy, checkpoint, adapter=adapter, norm_stats=norm_stats
+      ),
+    )
+    return
   own = trunk_lora.merge_if_adapted(params['policy'], part=openvla_env.LLAMA)
-  openvla_oft_files.export(folder, own, checkpoint, **settings)
+  openvla_oft_files.export(
+    folder,
+    own,
+    checkpoint,
+    adapter=adapter,
+    norm_stats=norm_stats,
+    **settings,
+  )
 
 
 def _within_bounds(own: base.Policy, env: env_lib.Env, Z: int) -> base.Policy:

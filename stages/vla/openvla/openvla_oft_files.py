@@ -9,9 +9,8 @@ no such head. Towers with FiLM are in a file, too, see `film_files`.
 
 from collections.abc import Mapping
 import dataclasses
-import json
 import pathlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,72 +27,17 @@ from stages.vla.openvla import (
   openvla_files,
   openvla_oft,
   openvla_oft_policy,
+  tuning_files,
 )
 from stages.vla.openvla import film as film_lib
 
-PARALLEL = 'module.'  # Before all names, as torch trained on several devices.
 CROP = 0.9  # Share of a picture's area that evaluations show.
-FILES = {'state_projector': 'proprio_projector', 'l1_head': 'action_head'}
-
-
-def _pair(ours: str, letters: str, theirs: str) -> dict[str, str]:
-  bias = f'{ours}_bias_{letters[-1]}'
-  return {f'{ours}_{letters}': f'{theirs}.weight', bias: f'{theirs}.bias'}
-
-
-_BLOCK = 'model.mlp_resnet_blocks'
-NAMES = {
-  'state_projector': _pair('in', 'OF', 'fc1') | _pair('out', 'FD', 'fc2'),
-  'l1_head': _pair('in_norm', 'O', 'model.layer_norm1')
-  | _pair('in', 'OD', 'model.fc1')
-  | _pair('block0_norm', 'D', f'{_BLOCK}.0.ffn.0')
-  | _pair('block0', 'DF', f'{_BLOCK}.0.ffn.1')
-  | _pair('block1_norm', 'D', f'{_BLOCK}.1.ffn.0')
-  | _pair('block1', 'DF', f'{_BLOCK}.1.ffn.1')
-  | _pair('out_norm', 'D', 'model.layer_norm2')
-  | _pair('out', 'DA', 'model.fc2'),
-}
-
-
-class Stored(NamedTuple):
-  """A head's file.
-
-  Attributes:
-    name: of the file.
-    tensors: as they are stored, by their names without `PARALLEL`.
-    prefix: `PARALLEL`, or nothing.
-  """
-
-  name: str
-  tensors: dict[str, np.ndarray]
-  prefix: str
-
-
-def heads(checkpoint: str | pathlib.Path) -> dict[str, Stored]:
-  """The heads of a folder, by their names among the parameters.
-
-  Raises:
-    CheckpointError: for several files of one head, or one that is damaged.
-  """
-  found = {}
-  for part, stem in FILES.items():
-    paths = sorted(pathlib.Path(checkpoint).glob(f'{stem}--*_checkpoint.pt'))
-    if len(paths) > 1:
-      raise weights.CheckpointError(
-        f'{checkpoint} has several files {stem} ({[x.name for x in paths]}): '
-        'keep that of the step whose other files these are.'
-      )
-    for path in paths:
-      tensors = torch_file.read(path)
-      prefix = PARALLEL if all(k.startswith(PARALLEL) for k in tensors) else ''
-      plain = {k.removeprefix(prefix): x for k, x in tensors.items()}
-      found[part] = Stored(path.name, plain, prefix)
-  return found
 
 
 def read(
   checkpoint: str | pathlib.Path,
   *,
+  adapter: str | None = None,
   chunk: int = 8,
   cameras: int = 1,
   data_set: str | None = None,
@@ -107,6 +51,7 @@ def read(
 
   Args:
     checkpoint: folder of a model.
+    adapter: as for `tuning_files.heads` and `openvla_files.load_params`.
     chunk: Z, which no file says: 8 for LIBERO.
     cameras: number of pictures, which no file says either.
     data_set: whose actions it takes; None if it was trained on one.
@@ -118,16 +63,24 @@ def read(
       evaluations of models that were trained on random crops of this size.
 
   Raises:
-    CheckpointError: if the folder describes no such model.
+    CheckpointError: if the folder describes no such model, or one with FiLM
+      and an adapter.
   """
   own, stored = openvla_files.read(
-    checkpoint, dtype=dtype, remat=remat, towers=towers
+    checkpoint, adapter=adapter, dtype=dtype, remat=remat, towers=towers
   )
   if center_crop:
     seen = dataclasses.replace(own.pictures, crop=CROP)
     own = dataclasses.replace(own, pictures=seen)
   norm_stats = stored if norm_stats is None else norm_stats
-  found = heads(checkpoint)
+  found, film = tuning_files.heads(checkpoint, adapter), None
+  for folder in tuning_files.tuned(checkpoint, adapter):
+    film = film or film_files.file(folder)
+  if film and adapter:
+    raise weights.CheckpointError(
+      f'{film} has vision towers with FiLM, beside which the adapter {adapter} '
+      'cannot be trained further: add it to the weights of the checkpoint.'
+    )
   O = 0
   if 'state_projector' in found:
     first = found['state_projector'].tensors.get('fc1.weight')
@@ -140,7 +93,7 @@ def read(
     O=O,
     cameras=cameras,
     head='l1' if 'l1_head' in found else 'token',
-    film=film_files.file(checkpoint) is not None,
+    film=film is not None,
   )
   return config, norm_stats
 
@@ -149,6 +102,7 @@ def load_params(
   checkpoint: str | pathlib.Path,
   config: openvla_oft.Config,
   *,
+  adapter: str | None = None,
   new_heads: bool = False,
 ) -> base.Params:
   """The parameters of a checkpoint.
@@ -156,6 +110,7 @@ def load_params(
   Args:
     checkpoint: folder of a model.
     config: the model.
+    adapter: as for `read`.
     new_heads: whether heads without a file are left out. FiLM without a file
       always is.
 
@@ -163,15 +118,16 @@ def load_params(
     CheckpointError: names all tensors of the heads, or all others, that are
       missing, extra or of another shape.
   """
-  shapes, found = openvla_oft.param_shapes(config), heads(checkpoint)
+  shapes = openvla_oft.param_shapes(config)
+  found = tuning_files.heads(checkpoint, adapter)
   faults, own = [], {}
   for part in openvla_oft.heads(config):
     if part not in found and new_heads:
       continue
     if part not in found:
-      faults.append(f'missing {FILES[part]}--STEP_checkpoint.pt')
+      faults.append(f'missing {tuning_files.FILES[part]}--STEP_checkpoint.pt')
       continue
-    stored, names = found[part], NAMES[part]
+    stored, names = found[part], tuning_files.NAMES[part]
     own[part] = {}
     for extra in sorted(stored.tensors.keys() - {*names.values()}):
       faults.append(f'extra {extra}')
@@ -195,7 +151,10 @@ def load_params(
   if towers:
     own |= film_files.load_params(towers, config.openvla)
   return own | openvla_files.load_params(
-    checkpoint, config.openvla, with_towers=towers is None
+    checkpoint,
+    config.openvla,
+    with_towers=towers is None,
+    adapter=adapter,
   )
 
 
@@ -203,6 +162,7 @@ def load_params(
 def policy_config_and_stats(
   checkpoint: str,
   *,
+  adapter: str | None = None,
   chunk: int = 8,
   cameras: int = 1,
   data_set: str | None = None,
@@ -222,6 +182,7 @@ def policy_config_and_stats(
 
   Args:
     checkpoint: folder of a model.
+    adapter: as for `read`.
     chunk: as for `read`.
     cameras: likewise.
     data_set: likewise.
@@ -241,6 +202,7 @@ def policy_config_and_stats(
   """
   config, norm_stats = read(
     checkpoint,
+    adapter=adapter,
     chunk=chunk,
     cameras=cameras,
     data_set=data_set,
@@ -267,7 +229,9 @@ def policy_config_and_stats(
     params = own.init(key)
     if deferred.only_shapes(key):  # Only shapes are needed.
       return params
-    own_params = load_params(checkpoint, config, new_heads=new_heads)
+    own_params = load_params(
+      checkpoint, config, adapter=adapter, new_heads=new_heads
+    )
     return params | own_params
 
   return own._replace(init=init), config, stats
@@ -289,6 +253,7 @@ def export(
   params: base.Params,
   checkpoint: str | pathlib.Path,
   *,
+  adapter: str | None = None,
   norm_stats: Mapping[str, Any] | None = None,
   towers: Mapping[str, vit.Config] = openvla_files.TOWERS,
   shard_bytes: int = 5 * 2**30,
@@ -300,26 +265,22 @@ def export(
     params: parameters of the policy; its critic is left out.
     checkpoint: the original model, for its types and names, and for all that
       the policy does not have.
+    adapter: as for `openvla_files.export`.
     norm_stats: statistics by data set of what it was trained on; None for those
       of the original.
     towers: as for `read`.
     shard_bytes: maximum bytes of tensors in one file.
   """
-  found = heads(checkpoint)
 
   def finish(part: pathlib.Path):
-    for name in FILES:
-      if name in found or name in params:
-        file, tensors = _head_file(name, found.get(name), params)
-        torch_file.write(part / file, tensors)
-    if norm_stats is not None:
-      text = json.dumps(norm_stats, indent=2)
-      (part / openvla_files.STATISTICS).write_text(text)
+    tuning_files.write_heads(
+      part, params, checkpoint, adapter=adapter, norm_stats=norm_stats
+    )
     if openvla_oft.FILM in params:
       file, tensors = _film_file(checkpoint, params, towers)
       torch_file.write(part / file, tensors)
 
-  elsewhere = {*FILES}
+  elsewhere = {*tuning_files.FILES}
   if openvla_oft.FILM in params:
     elsewhere |= {openvla_oft.FILM, *film_lib.TOWERS}
   own = {k: x for k, x in params.items() if k not in elsewhere}
@@ -327,29 +288,11 @@ def export(
     folder,
     own,
     checkpoint,
+    adapter=adapter,
     towers=towers,
     shard_bytes=shard_bytes,
     finish=finish,
   )
-
-
-def _head_file(
-  part: str, stored: Stored | None, params: base.Params
-) -> tuple[str, dict[str, np.ndarray]]:
-  """The name and the tensors of a head's file: those stored, or trained."""
-  if part not in params:
-    return stored.name, {
-      f'{stored.prefix}{key}': x for key, x in stored.tensors.items()
-    }
-  tensors = {}
-  for key, theirs in NAMES[part].items():
-    leaf = np.asarray(params[part][key]).T
-    dtype = stored.tensors[theirs].dtype if stored else leaf.dtype
-    tensors[theirs] = np.ascontiguousarray(leaf.astype(dtype))
-  order = [*(stored.tensors if stored else tensors)]
-  prefix = stored.prefix if stored else PARALLEL
-  name = stored.name if stored else f'{FILES[part]}--0_checkpoint.pt'
-  return name, {f'{prefix}{key}': tensors[key] for key in order}
 
 
 def _film_file(

@@ -23,6 +23,7 @@ from stages.vla.openvla import (
   action_tokens,
   openvla_files,
   openvla_oft_env,
+  tuning_files,
 )
 
 pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
@@ -85,7 +86,7 @@ def test_fine_tuning_exports_the_published_layout(
     checkpoint_of=str(tmp_path / 'run'),
   )
   assert record['sets']['all']['loss']['value'] == losses[1]
-  stored = weights.read_json(model / openvla_files.STATISTICS)
+  stored = weights.read_json(model / tuning_files.STATISTICS)
   assert stored == statistics.norm_stats(str(folder / 'data'))
   # With its own statistics and projector of the state, it acts anywhere.
   encode = functools.partial(instructions.openvla, checkpoint=str(model))

@@ -18,8 +18,8 @@ from stages.models.files import weights
 from stages.vla import trunk_lora
 from stages.vla.openvla import (
   openvla_env,
-  openvla_files,
   openvla_oft_env,
+  tuning_files,
 )
 from tests.stages.vla.openvla import openvla_files_test as plain
 
@@ -115,7 +115,7 @@ def test_adapters_and_heads_learn_and_the_weights_stay(folder, tmp_path):
   openvla_oft_env.export(
     out, end, checkpoint=str(folder), norm_stats=STATS, towers=plain.TOWERS
   )
-  assert json.loads((out / openvla_files.STATISTICS).read_text()) == STATS
+  assert json.loads((out / tuning_files.STATISTICS).read_text()) == STATS
   x, keys = demonstrations(), stages.keys(jax.random.key(1), jnp.arange(4))
   adapted = pretrained(None, folder, lora=LORA)
   reread = pretrained(None, out, norm_stats=None, new_heads=False)
@@ -213,8 +213,8 @@ def test_what_does_not_fit_is_refused(folder):
     own = pretrained(env, folder)
     x = demonstrations()
     own.imitation_loss(own.init(jax.random.key(0)), x.obs, x.action[:, 0], None)
-  with pytest.raises(ValueError, match='Adapters of VLAs start anew'):
-    pretrained(env, folder, lora=lora_lib.Lora(adapter='mine'))
+  with pytest.raises(ValueError, match='Adapters of this model start anew'):
+    trunk_lora.wrap(pretrained(env, folder), lora_lib.Lora(adapter='x'), (), '')
   with pytest.raises(ValueError, match='none is given: set normalize_obs'):
     workflows.behavior_cloning(
       None, functools.partial(pretrained, folder=folder), optax.sgd(0.1)

@@ -12,7 +12,7 @@ from safetensors import numpy as st
 from stages import base
 from stages.models.files import weights
 from stages.models.vision import vit
-from stages.vla.openvla import openvla_files, openvla_policy
+from stages.vla.openvla import openvla_files, openvla_policy, tuning_files
 
 TOWERS = {
   'tiny_dino': vit.Config(
@@ -176,7 +176,7 @@ def test_statistics_of_fine_tuning_come_first(tensors, tmp_path):
     'fractal',
   }
   tuned = {'libero': {'action': BRIDGE}}
-  (folder / openvla_files.STATISTICS).write_text(json.dumps(tuned))
+  (folder / tuning_files.STATISTICS).write_text(json.dumps(tuned))
   assert openvla_files.read(folder, towers=TOWERS).norm_stats == tuned
   with pytest.raises(ValueError, match="of 'bridge_orig', but of libero"):
     policy(folder, data_set='bridge_orig')

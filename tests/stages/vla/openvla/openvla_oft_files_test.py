@@ -13,9 +13,9 @@ from safetensors import numpy as st
 from stages import base
 from stages.models.files import torch_file, weights
 from stages.vla.openvla import (
-  openvla_files,
   openvla_oft,
   openvla_oft_files,
+  tuning_files,
 )
 from tests.stages.vla.openvla import openvla_files_test as plain
 
@@ -24,7 +24,7 @@ torch = pytest.importorskip('torch', reason='torch writes the heads.')
 A, O, D, Z = 3, 5, 12, 2
 BLOCK = 'model.mlp_resnet_blocks'
 PROJECTOR, HEAD = (
-  f'{stem}--150000_checkpoint.pt' for stem in openvla_oft_files.FILES.values()
+  f'{stem}--150000_checkpoint.pt' for stem in tuning_files.FILES.values()
 )
 SHAPES = {
   PROJECTOR: {'fc1': (D, O), 'fc2': (D, D)},
@@ -67,7 +67,7 @@ def published(path):
     for name, shape in plain.shapes().items()
   }
   plain.write(path, tensors)
-  (path / openvla_files.STATISTICS).write_text(json.dumps(STATISTICS))
+  (path / tuning_files.STATISTICS).write_text(json.dumps(STATISTICS))
   torch.manual_seed(0)
   for name, shapes in SHAPES.items():
     torch.save(state_dict(shapes), path / name)
@@ -188,6 +188,6 @@ def test_statistics_of_the_state_must_be_there(folder, tmp_path):
   for path in folder.iterdir():
     (copy / path.name).write_bytes(path.read_bytes())
   lacking = {'libero': {'action': plain.BRIDGE}}
-  (copy / openvla_files.STATISTICS).write_text(json.dumps(lacking))
+  (copy / tuning_files.STATISTICS).write_text(json.dumps(lacking))
   with pytest.raises(ValueError, match='need `proprio` with `q01`'):
     policy(copy)
