@@ -5,6 +5,7 @@ import contextlib
 import gc
 
 NEVER = 2**31 - 1  # The largest threshold, of collections of younger objects.
+YOUNG = 50_000  # Objects between two collections: most die without one by then.
 
 
 @contextlib.contextmanager
@@ -18,7 +19,7 @@ def only_young() -> Iterator[None]:
   a circle, such as the tables of a search, waits until the end.
   """
   young, middle, old = gc.get_threshold()
-  gc.set_threshold(young, middle, NEVER)
+  gc.set_threshold(max(young, YOUNG), middle, NEVER)
   try:
     yield
   finally:

@@ -145,3 +145,12 @@ def test_slices_divide_an_array_evenly(monkeypatch):
   assert slices.slice_rows((3,), 4, None) == 3
   assert slices.slice_rows((12, 100), 4, 'tpu') == 12  # Parts of a tile.
   assert slices.slice_rows((12, 10, 10), 4, 'tpu') == 1
+
+
+@pytest.mark.parametrize('columns', [0, 1, 3, 7, 40])
+def test_a_slice_has_the_fewest_rows_of_100_bytes(monkeypatch, columns):
+  monkeypatch.setattr(slices, 'SLICE', 100)
+  for rows in range(1, 150):
+    some = [n for n in range(1, rows) if not rows % n and n * columns * 4 > 99]
+    found = slices.slice_rows((rows, columns), 4, None)
+    assert found == min(some, default=rows)

@@ -36,10 +36,11 @@ def meshes(
   )
   if engines and devices > devices_per_node:
     return ()
+  demands = [_demands(flow, stages) for flow in flows]
   letters = {
     letter
-    for flow in flows
-    for some, _ in _kinds(flow, stages)
+    for kinds, _ in demands
+    for some, _ in kinds
     for letter in some
     if letter not in ('', 'B')
   }
@@ -57,7 +58,10 @@ def meshes(
       or not devices_per_node
       % math.prod(n for _, n in layout.without_rows(axes))
     )
-    and all(fits(flow, layout, stages, axes) for flow in flows)
+    and all(
+      _divides(layout, axes, flow, *some)
+      for flow, some in zip(flows, demands, strict=True)
+    )
   )
 
 
@@ -68,24 +72,30 @@ def fits(
   axes: layout_lib.Axes,
 ) -> bool:
   """Whether a mesh divides all that some stages of a flow read and write."""
-  return all(
-    layout.shared(letters, shape, axes) is not None
-    for letters, shape in _kinds(flow, stages)
-  ) and all(
-    can_share(layout, flow, node, axes)
-    for node in flow.nodes
-    if node.name in stages
-  )
+  return _divides(layout, axes, flow, *_demands(flow, stages))
 
 
-def _kinds(flow, stages) -> set:
-  """Letters and shapes of the values that stages read and write."""
-  return {
+def _demands(flow, stages) -> tuple[set, list[graph.Node]]:
+  """Returns what a mesh of some stages must divide.
+
+  Returns:
+    Letters and shapes of the values that the stages read and write, and the
+    nodes of the stages.
+  """
+  nodes = [node for node in flow.nodes if node.name in stages]
+  kinds = {
     (value.letters, value.shape)
-    for node in flow.nodes
-    if node.name in stages
+    for node in nodes
     for value in (flow.values[v] for v in (*node.reads, *node.writes))
   }
+  return kinds, nodes
+
+
+def _divides(layout, axes, flow, kinds, nodes) -> bool:
+  """Whether a mesh divides what `_demands` says."""
+  return all(
+    layout.shared(letters, shape, axes) is not None for letters, shape in kinds
+  ) and all(can_share(layout, flow, node, axes) for node in nodes)
 
 
 def can_share(

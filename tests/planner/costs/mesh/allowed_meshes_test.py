@@ -97,6 +97,25 @@ def test_stages_without_dimension_letters_allow_data_parallelism_alone(
   assert m.axes(('reward',), 4) == ((('data', 4),),)
 
 
+def test_a_flow_is_read_once_for_all_meshes():
+  """A thousand devices have tens of meshes, in each of many sizes of places."""
+
+  class Values(tuple):
+    reads = 0
+
+    def __getitem__(self, i):
+      Values.reads += 1
+      return super().__getitem__(i)
+
+  there = layout.Layout(rules.DEFAULT)
+  array = graph.Value('x', (1024, 1024), np.dtype('float32'), ('E', 'F'))
+  node = graph.Node(toys.Stage('a', 'batch'), (0,), (1,), frozenset())
+  flow = graph.Flow((node,), Values((array, array)), (0,), (1,), ())
+  found = allowed_meshes.meshes([flow], there, 1024, ('a',), 1024)
+  assert len(found) > 20
+  assert Values.reads == 2
+
+
 @pytest.mark.parametrize(
   'devices, per_node', [(4, 4), (6, 8), (16, 4), (24, 8), (24, 12)]
 )
