@@ -230,7 +230,7 @@ class Libero:
   def reset(self, seed: int) -> simulator.Tree:
     self._time, self._draws = 0, False
     np.random.seed(seed)  # LIBERO samples from the global generator.
-    self._env.reset()
+    reset_scene(self._env)
     state = initial_state(seed, self._num_tasks, len(self._states))
     obs = self._env.set_init_state(self._states[state])
     if self._view.cameras and self._view.fast_rendering:
@@ -317,6 +317,16 @@ class Libero:
       return last
 
     self._env.env.modify_observable(name, 'sensor', seen)
+
+
+def reset_scene(env):
+  """Resets an environment of LIBERO, also what its own `reset` leaves.
+
+  Fingers move from where those of the episode before were to go.
+  """
+  env.reset()
+  for robot in env.robots:
+    robot.gripper.current_action = np.zeros(robot.gripper.dof)
 
 
 def _published_state(obs: Mapping[str, np.ndarray]) -> np.ndarray:

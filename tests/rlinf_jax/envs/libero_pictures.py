@@ -19,10 +19,10 @@ def main():
     fast_rendering=False,
   )
   own = own_environment()
-  for seed in (0, 2):  # The first episode of `env` was of seed 0, too.
+  for seed in (0, 2):
     env.reset(seed)
     np.random.seed(seed)
-    own.reset()
+    libero.reset_scene(own)
     own.set_init_state(env._states[seed])
     for _ in range(libero.SETTLE_STEPS):
       own.step(libero.HOLD)

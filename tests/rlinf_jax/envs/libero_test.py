@@ -106,6 +106,19 @@ def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
 
 
 @needs_meshes
+def test_an_episode_does_not_depend_on_the_one_before(of_cheese):
+  started = []
+  for gripper in (-1.0, 1.0):  # It opens, and it closes.
+    token, _ = of_cheese.init([3, 3])
+    for _ in range(3):
+      move = np.tile(HOLD, (2, 1))
+      move[:, -1] = gripper
+      token, _ = of_cheese.step(token, move)
+    started.append(of_cheese.init([3, 3])[1])
+  np.testing.assert_array_equal(*started)
+
+
+@needs_meshes
 def test_observations_hold_images_by_camera_and_the_instruction(with_cameras):
   token, obs = with_cameras.init([0, 0])
   instructions = [bytes(x).rstrip(b'\0').decode() for x in obs['instruction']]
