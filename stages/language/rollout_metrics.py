@@ -58,12 +58,9 @@ def describe(
   length_B, T = x.mask.sum(1), x.mask.shape[1]
   stale_BT = (actor_step - x.version).astype(jnp.float32) / updates_per_step
   stale_BT = jnp.where(x.mask > 0, stale_BT, 0.0)
-  failures = {}
-  if x.env_failed is not None:
-    failures['rollout/env_failed'] = (x.env_failed > 0).sum(dtype=jnp.float32)
   return (
     rollout_correction.logprob_gap(x)
-    | failures
+    | failures(x)
     | {
       'rollout/reward': metrics.moments(verdict.reward, kept_B),
       'rollout/accuracy': metrics.mean(verdict.correct, kept_B),
@@ -82,6 +79,13 @@ def describe(
       ),
     }
   )
+
+
+def failures(x: base.Experience) -> base.Info:
+  """Number of rows whose environment failed, where one can."""
+  if x.env_failed is None:
+    return {}
+  return {'rollout/env_failed': (x.env_failed > 0).sum(dtype=jnp.float32)}
 
 
 def padding(mask_BP, mask_BT, group_size: int) -> metrics.Mean:

@@ -58,7 +58,8 @@ class Accepted(NamedTuple):
     filled: number of accepted groups.
     round: rounds of sampling so far.
     accuracy: mean accuracy of all samples, accepted or not.
-    carry_info: metrics of what `rollouts` carries, of all rounds.
+    info: metrics of all rounds: of what `rollouts` carries, and of environments
+      that failed.
   """
 
   x: base.Experience
@@ -66,7 +67,7 @@ class Accepted(NamedTuple):
   filled: jax.Array
   round: jax.Array
   accuracy: metrics.Mean
-  carry_info: base.Info = {}
+  info: base.Info = {}
 
 
 def dapo(
@@ -296,6 +297,7 @@ def _none_accepted(
     zero = jnp.zeros(())
     # Real prompts: a policy may return NaN for one that is all padding.
     x = x._replace(obs=take_prompts.fn(problem, key, first)[0].prompt)
+    info |= rollout_metrics.failures(x)
     return Accepted(x, verdict, first, first, metrics.Mean(zero, zero), info)
 
   return none_accepted
@@ -362,7 +364,7 @@ def _accept(
     filled,
     accepted.round + 1,
     accepted.accuracy.merge(drawn),
-    metrics.merge(accepted.carry_info, carry_info),
+    metrics.merge(accepted.info, carry_info | rollout_metrics.failures(x)),
   )
   return accepted, filled >= N
 
@@ -384,7 +386,7 @@ def _describe(
   del info['rollout/groups_degenerate']  # Always zero.
   return (
     info
-    | accepted.carry_info
+    | accepted.info
     | {
       'rollout/accuracy': accepted.accuracy,
       'rollout/rounds': metrics.Mean(accepted.round * one, one),

@@ -93,9 +93,8 @@ def policy(
 
   def to_env_action(action):
     index = action.astype(jnp.result_type(float))
-    if chunk == 1:
-      return index
-    return index.reshape(*index.shape[:-1], chunk, -1)
+    shape = (chunk, -1) if chunk > 1 else (-1,)
+    return index.reshape(*index.shape[:-1], *shape)
 
   return base.Policy(
     networks.init, act, evaluate, to_env_action, value if critic else None

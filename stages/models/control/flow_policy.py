@@ -165,11 +165,11 @@ def of_networks(
   log-probabilities. Actions that are greedy follow the velocity without noise,
   from noise that the row's key draws.
 
-  The log-probability is of Flow-SDE that of its stochastic step given its
-  number and the step before; of Flow-Noise, that of the path, initial noise
-  included. The entropy is that of the same distributions, given where each step
-  started. Noise of different numbers is independent, so that both are sums over
-  the numbers of a chunk.
+  The log-probability of Flow-SDE is that of its stochastic step, given its
+  number and where it started; that of Flow-Noise is that of the whole path,
+  initial noise included. The entropy is that of the same distributions, given
+  where each step started. Noise of different numbers is independent, so that
+  both are sums over the numbers of a chunk.
 
   Args:
     networks: the velocity, and the critic.
@@ -192,13 +192,8 @@ def of_networks(
   # Indices of the numbers that the environment takes.
   kept = np.arange(A).reshape(chunk, -1)[:executed, :width].ravel()
   distribution = functools.partial(_distribution, exploration, num_steps)
-  score = functools.partial(
-    _score,
-    exploration,
-    num_steps,
-    kept,
-    granularity.reducer(logp_of, executed or chunk),
-  )
+  reduce = granularity.reducer(logp_of, executed or chunk)
+  score = functools.partial(_score, exploration, num_steps, kept, reduce)
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
     del group_size  # Nothing is shared within a group.

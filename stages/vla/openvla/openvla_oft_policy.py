@@ -53,14 +53,9 @@ def policy(
       to be cropped at random and not in the center, or the head has no
       probabilities of what `logp_of` names.
   """
-  _check(config, stats, state_stats)
+  _check(config, stats, state_stats, logp_of)
   llama = config.openvla.llama
   l1 = config.head == 'l1'
-  if l1 and logp_of != 'chunk':
-    raise ValueError(
-      f'logp_of is {logp_of!r}, and the L1 head gives actions without a '
-      "probability: take head = 'token', or leave out `logp_of`."
-    )
   head = _l1_head(config) if l1 else _token_head(config, sampling)
   reduce = granularity.reducer(logp_of, config.Z)
 
@@ -216,7 +211,13 @@ def _check(
   config: openvla_oft.Config,
   stats: action_tokens.ActionStats,
   state_stats: action_tokens.ActionStats | None,
+  logp_of: granularity.LogpOf,
 ):
+  if config.head == 'l1' and logp_of != 'chunk':
+    raise ValueError(
+      f'logp_of is {logp_of!r}, and the L1 head gives actions without a '
+      "probability: take head = 'token', or leave out `logp_of`."
+    )
   what = [('actions', config.A, stats)]
   if state_stats is not None:
     what.append(('a state', config.O, state_stats))

@@ -59,9 +59,9 @@ def policy(
 
   Args:
     config: the model.
-    stats: statistics of the actions of its data set; of A numbers, those of all
-      actions of a chunk.
-    chunk: actions that A numbers are.
+    stats: statistics of the numbers that are decided in a step: those of all
+      actions of a chunk, one action after the other.
+    chunk: number of actions that are decided in a step.
     logp_of: what has a log-probability, see `granularity`.
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the

@@ -14,9 +14,15 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import flows, local
 from stages import base, metrics, workflows
-from stages.language import partial_rollout
+from stages.language import partial_rollout, rollout_metrics
 from stages.learn import losses, optimizers
-from stages.workflows.dapo import _accept, _round_prompts, Accepted, overlong
+from stages.workflows.dapo import (
+  _accept,
+  _describe,
+  _round_prompts,
+  Accepted,
+  overlong,
+)
 from tests.rlinf_jax.runtime.plans import invariance_test
 from tests.stages.language import partial_rollout_test
 import tiny
@@ -77,6 +83,22 @@ def test_groups_without_a_token_are_neither_kept_nor_counted():
   accepted, _ = _accept(2, none_of(3), x, verdict, info)
   assert accepted.x.obs.tolist() == [100, 101, 104, 105, -1, -1]
   assert accepted.accuracy.value()[''] == pytest.approx(2 / 4)
+
+
+def test_environments_that_failed_count_also_in_groups_that_are_not_kept():
+  x, *given = drawn(1, [0, 0, 0, 1])
+  failed_B, zero_B1 = jnp.float32([1, 0, 0, 0]), jnp.zeros((4, 1), jnp.int32)
+  x = x._replace(
+    obs=base.Prompt(zero_B1, zero_B1 + 1),
+    mask=1.0 - failed_B[:, None],
+    version=zero_B1,
+    env_failed=failed_B,
+  )
+  none = jax.tree.map(jnp.zeros_like, x)
+  accepted = none_of(2)._replace(x=none, info=rollout_metrics.failures(none))
+  for _ in range(2):
+    accepted, done = _accept(2, accepted, x, *given)
+  assert done and read(_describe(2, 1, accepted, 0))['rollout/env_failed'] == 2
 
 
 @pytest.mark.parametrize('seed', range(5))
