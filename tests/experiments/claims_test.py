@@ -23,8 +23,10 @@ def test_commands_name_files_and_folders_that_exist():
 
 
 def test_every_instance_that_make_test_leaves_out_is_in_a_command():
-  commands = ' '.join(' '.join(one.commands) for one in claims_main.read())
-  named = {*re.findall(r'tests/[\w/]+\.py\b', commands)}
+  every = (command for one in claims_main.read() for command in one.commands)
+  # A command with `-k` may run a part of the instances.
+  whole = ' '.join(command for command in every if ' -k ' not in command)
+  named = {*re.findall(r'tests/[\w/]+\.py\b', whole)}
   # This module only names the marks.
   for path in {*(ROOT / 'tests').rglob('*_test.py')} - {pathlib.Path(__file__)}:
     text = path.read_text()
