@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import math
 from multiprocessing import connection
 import os
 import pathlib
@@ -81,11 +82,11 @@ def named(
   """
   if processes is None:
     processes = default_processes()
-  if not (seconds > 0 and memory > 0 and processes >= 1):
+  if not (0 < seconds < math.inf and 0 < memory < math.inf and processes >= 1):
     raise ValueError(
       f'{name} would run for {seconds} seconds, with {memory} GB and in '
-      f'{processes} processes: give it more than 0 seconds and GB, and at '
-      'least one process.'
+      f'{processes} processes: give it finite seconds and GB above 0, and '
+      'at least one process.'
     )
   limits = worker.Limits(seconds, int(memory * 2**30))
   return _pool(module, name, limits, processes)

@@ -38,8 +38,14 @@ def main():
   pipe = connection.Connection(int(sys.argv[1]))
   # Ctrl-C reaches all processes of a terminal, and a scheduler's SIGTERM all of
   # a job: the trainer finishes its step first, with all of its rewards.
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  # Programs inherit SIG_IGN: the function could not terminate its own.
+  signal.signal(signal.SIGTERM, _go_on)
+  os.register_at_fork(
+    before=_block_sigterm,
+    after_in_parent=_unblock_sigterm,
+    after_in_child=_end_by_sigterm,
+  )
   try:
     module, name, limits = pipe.recv()
     try:
@@ -100,3 +106,21 @@ def _plain(value: Any) -> float | str:
 
 def _raise_late(*_):
   raise _Late
+
+
+def _go_on(*_):
+  """Handles a signal by doing nothing."""
+
+
+def _block_sigterm():
+  signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+
+
+def _unblock_sigterm():
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+
+
+def _end_by_sigterm():
+  """Lets SIGTERM end a fork, also one that was sent as it began."""
+  signal.signal(signal.SIGTERM, signal.SIG_DFL)
+  _unblock_sigterm()

@@ -34,6 +34,11 @@ def test_the_signal_that_ends_a_job_costs_no_reward(misbehave):
   assert misbehave.score(completions('terminate', 'fine')) == [0.5, 0.5]
 
 
+def test_processes_that_a_reward_starts_are_ended_by_terminate():
+  made = pool.isolated(rewards_of_mine.misbehave, seconds=15, processes=1)
+  assert made.score(completions('program', 'fork')) == [0.5, 0.5]
+
+
 def test_the_first_failure_is_told_and_others_are_not(capsys):
   made = pool.isolated(rewards_of_mine.misbehave, processes=1)
   made.score(completions('fine', 'raise', 'text'))
@@ -57,10 +62,14 @@ def test_a_failure_is_told_with_the_notices_of_a_process_of_ray(monkeypatch):
 
 @pytest.mark.parametrize(
   'limits',
-  [{'processes': 0}, {'seconds': 0}, {'seconds': math.nan}, {'memory': -1.0}],
+  [
+    {'processes': 0},
+    *({'seconds': x} for x in (0, math.nan, math.inf)),
+    *({'memory': x} for x in (-1.0, math.inf)),
+  ],
 )
 def test_limits_that_no_call_can_keep_are_refused(limits):
-  with pytest.raises(ValueError, match='shout would run for .* more than 0'):
+  with pytest.raises(ValueError, match='shout would run for .* above 0'):
     pool.isolated(rewards_of_mine.shout, **limits)
 
 
