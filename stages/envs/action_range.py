@@ -12,9 +12,16 @@ def bounds(env: env_lib.Env, chunk: int = 1) -> tuple[jax.Array, jax.Array]:
   """Least and greatest actions [A], repeated for each step of a chunk.
 
   Raises:
-    ValueError: if the environment's actions are choices, or have no range.
+    ValueError: if the environment's actions are choices, or a number of an
+      action has no range.
   """
   check_continuous(env)
+  lows, highs = len(env.action_low), len(env.action_high)
+  if lows != highs:
+    raise ValueError(
+      f'Actions of this environment have {lows} lower and {highs} upper '
+      'bounds: declare one of each for every number.'
+    )
   for i, (a, b) in enumerate(zip(env.action_low, env.action_high, strict=True)):
     if not -math.inf < a <= b < math.inf:
       raise ValueError(

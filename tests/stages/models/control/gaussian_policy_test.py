@@ -168,3 +168,8 @@ def test_actions_without_a_range_are_refused(range_):
     gaussian_policy.policy(
       WORLD._replace(action_low=low, action_high=(1.0, high[1]))
     )
+
+
+def test_as_many_lower_as_upper_bounds_are_required():
+  with pytest.raises(ValueError, match='have 1 lower and . upper bounds'):
+    gaussian_policy.policy(WORLD._replace(action_low=(-1.0,)))
