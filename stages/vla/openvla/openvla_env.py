@@ -101,8 +101,14 @@ def pretrained(
     **settings: of `openvla_files.policy_and_stats`.
 
   Raises:
-    ValueError: if the model does not fit the observations or the actions.
+    ValueError: if the model does not fit the observations or the actions, or
+      for a `chunk` of several actions.
   """
+  if (chunk := settings.get('chunk', 1)) != 1:
+    raise ValueError(
+      f'chunk is {chunk}, and a checkpoint of OpenVLA decides one action in a '
+      'step: leave it out, or take an OpenVLA-OFT.'
+    )
   check_camera(env, camera)
   instructions.check_env(env, instruction)
   own, stats = openvla_files.policy_and_stats(

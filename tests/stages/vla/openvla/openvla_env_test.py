@@ -136,3 +136,9 @@ def test_an_environment_without_such_a_picture_is_refused():
     ValueError, match=r"'image/wrist'.*\['image/table', 'stat"
   ):
     POLICY(push.push(image_size=8), camera='image/wrist')
+
+
+def test_a_checkpoint_decides_no_chunk():
+  env = push.push(image_size=8)
+  with pytest.raises(ValueError, match='chunk is 2, and a checkpoint of OpenV'):
+    openvla_env.pretrained(env, checkpoint='', instruction=(1, 5, 3), chunk=2)
