@@ -131,7 +131,7 @@ class Experience(NamedTuple):
 
   obs: Any
   action: Any
-  logp: Float[Array, 'B T'] | Float[Array, 'B T ...']
+  logp: Float[Array, 'B T ...']
   mask: Float[Array, 'B T']
   truncated: Float[Array, '...']
   version: Int[Array, 'B T'] | None = None
@@ -206,8 +206,8 @@ class Evaluation(NamedTuple):
     balance: a `language.scoring.balance.Balance`; None unless it was asked for.
   """
 
-  logp: Float[Array, 'B T'] | Float[Array, 'B T ...']
-  entropy: Float[Array, 'B T'] | Float[Array, 'B T ...']
+  logp: Float[Array, 'B T ...']
+  entropy: Float[Array, 'B T ...']
   value: Float[Array, 'B T'] | None = None
   balance: Any = None
 

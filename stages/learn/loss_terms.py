@@ -35,12 +35,13 @@ class Importance(NamedTuple):
   """The weight of tokens that another policy sampled, and its bound.
 
   Attributes:
-    weight: of each token, from the log-probabilities of both policies.
+    weight: of each token, from the log-probabilities of both policies; None
+      where no log-probabilities of the other policy are given.
     bound: of the weights.
     cap: the number that `bound` takes.
   """
 
-  weight: signatures.ImportanceWeight = losses.token_weight
+  weight: signatures.ImportanceWeight | None = losses.token_weight
   bound: signatures.ImportanceBound = losses.truncated
   cap: float = 2.0
 

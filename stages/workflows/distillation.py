@@ -231,5 +231,9 @@ def less_kl(coef: float, advantage_BT, logp_BT, ref_logp_BT, mask_BT):
 
 
 def teacher_gap(advantage_BT, mask_BT) -> base.Info:
-  """KL(student‖teacher) of a token, estimated by k1, in nats."""
+  """Mean of lp − lp_teacher over the drawn tokens, in nats.
+
+  It is the k1 estimate of KL(student‖teacher) where the student drew them with
+  its newest parameters.
+  """
   return {'rollout/kl_teacher': metrics.mean(-advantage_BT, mask_BT)}
