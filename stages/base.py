@@ -142,7 +142,7 @@ class Experience(NamedTuple):
   discount: Float[Array, 'B T'] | None = None
   continue_: Float[Array, 'B T'] | None = None
   return_: Float[Array, 'B T'] | None = None
-  proximal: Float[Array, 'B T'] | None = None
+  proximal: Float[Array, 'B T ...'] | None = None
   arrival: Int[Array, ' B'] | None = None
   routing: Any = None
   env_failed: Float[Array, ' B'] | None = None
