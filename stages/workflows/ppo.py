@@ -319,9 +319,8 @@ def compute_advantages(
       reward_BT, value_BT, mask_BT, discount_BT, lambda_B
     )
 
-  advantage_BT = target_BT = gae(lambdas[0])
-  if lambdas[1] is not None:
-    target_BT = gae(lambdas[1])
+  advantage_BT = gae(lambdas[0])
+  target_BT = advantage_BT if lambdas[1] is None else gae(lambdas[1])
   value_BT = jnp.where(mask_BT > 0, value_BT, 0.0)
   return {
     'advantage': advantage_BT,
@@ -361,12 +360,11 @@ def critic_loss(value_coef: float, value_clip: float | None) -> Callable:
   def loss(value_BT, x: base.Experience):
     # Values of padding are arbitrary, and ∞ · 0 is NaN.
     value_BT = jnp.where(x.mask > 0, value_BT, 0.0)
-    moved_BT = jnp.abs(value_BT - x.value)
     loss_BT = 0.5 * (value_BT - x.return_) ** 2
     info = {}
     if value_clip is not None:
       loss_BT = losses.value_clip(value_BT, x.value, x.return_, value_clip)
-      clipped_BT = (moved_BT > value_clip).astype(value_BT.dtype)
+      clipped_BT = 1.0 * (jnp.abs(value_BT - x.value) > value_clip)
       info['train/value_clip_fraction'] = metrics.mean(clipped_BT, x.mask)
     info['train/value_loss'] = metrics.mean(loss_BT, x.mask)
     return value_coef * loss_BT, info
@@ -393,11 +391,10 @@ def describe(
   )
   if group_size == 1:
     del info['rollout/groups_degenerate']  # It would always be 1.
-  info |= {
+  return info | {
     'rollout/value': metrics.moments(x.value, x.mask),
     'rollout/return': metrics.moments(x.return_, x.mask),
     'train/explained_variance': metrics.explained_variance(
       x.value, x.return_, x.mask
     ),
   }
-  return info
