@@ -1,16 +1,18 @@
-"""A policy's part of a step: advantages, minibatches and updates.
+"""A policy's state and its part of a step: advantages, minibatches and updates.
 
 It is what `workflows.grpo` and `workflows.dapo` do with the rewards of a batch,
 and what `workflows.role_grpo` does with those of each role.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import optax
 
+import stages
 from stages import base
-from stages.language import policy_stages, rollout_metrics
+from stages.language import policy_stages, rollout_metrics, verifiers
 from stages.language.scoring import balance
 from stages.learn import loss_terms, train_step
 
@@ -45,6 +47,39 @@ def init(
   if has_reference:
     reference = policy_stages.reference(policy, actor.params)
   return Learner(actor, reference, (now,) * staleness)
+
+
+class State(NamedTuple):
+  """State of a workflow of one policy, carried from step to step.
+
+  Attributes:
+    actor: as in `Learner`.
+    reference: likewise.
+    past: likewise.
+    carry: what `rollouts` carries from step to step, or from round to round;
+      `()` by default.
+    verifier: parameters of a learned verifier; `()` for others.
+  """
+
+  actor: base.TrainState
+  reference: base.Params
+  past: tuple[base.Version, ...]
+  carry: Any = ()
+  verifier: base.Params = ()
+
+
+def init_state(
+  policy: base.Policy,
+  verify: stages.Stage | verifiers.LearnedVerifier,
+  optimizer: optax.GradientTransformation,
+  has_reference: bool,
+  staleness: int,
+  key: base.Key,
+) -> State:
+  """The state of a workflow before the first step."""
+  learner = init(policy, optimizer, has_reference, staleness, key)
+  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
+  return State(*learner, verifier=judge)
 
 
 def update(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,26 +27,6 @@ from stages.learn import (
   signatures,
   train_step,
 )
-
-
-class State(NamedTuple):
-  """State carried from step to step.
-
-  Attributes:
-    actor: the policy being trained.
-    reference: its initial parameters, without frozen ones; `()` where nothing
-      reads them.
-    past: versions of the actor before each of the last `staleness` steps, the
-      oldest first, without frozen parameters.
-    carry: what `rollouts` carries from round to round; `()` by default.
-    verifier: parameters of a learned verifier; `()` for others.
-  """
-
-  actor: base.TrainState
-  reference: base.Params
-  past: tuple[base.Version, ...]
-  carry: Any = ()
-  verifier: base.Params = ()
 
 
 class Accepted(NamedTuple):
@@ -167,7 +147,9 @@ def dapo(
     kl=loss_terms.KlPenalty(kl_coef, kl_estimator),
     balance_coef=balance_coef,
   )
-  init = functools.partial(_init, policy, verify, optimizer, has_kl, staleness)
+  init = functools.partial(
+    policy_update.init_state, policy, verify, optimizer, has_kl, staleness
+  )
 
   def draw(carry, actor: base.Version, judge, problem: base.Problem, key, i):
     prompts, key_B = take_prompts(problem, key, i)
@@ -183,7 +165,7 @@ def dapo(
   none_accepted = _none_accepted(init, take_prompts, draw)
   fill = repeat.Repeat(sample, 'fill', max_rounds, expected_rounds)
 
-  def step(state: State, problem: base.Problem, key):
+  def step(state: policy_update.State, problem: base.Problem, key):
     behavior, past = train_step.delayed(state.past, _version(state))
     given = behavior, state.verifier, problem, key
     empty = none_accepted(state.carry, problem, key)
@@ -199,15 +181,8 @@ def dapo(
   )
 
 
-def _version(state: State) -> base.Version:
+def _version(state: policy_update.State) -> base.Version:
   return train_step.version(state.actor)
-
-
-def _init(policy, verify, optimizer, has_reference: bool, staleness: int, key):
-  """The state before the first step."""
-  learner = policy_update.init(policy, optimizer, has_reference, staleness, key)
-  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-  return State(*learner, verifier=judge)
 
 
 def _in_rounds(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -36,22 +35,20 @@ class State(NamedTuple):
   """State carried from step to step.
 
   Attributes:
-    actor: the student.
-    reference: its initial parameters, without frozen ones; `()` where nothing
-      reads them.
-    past: versions of the actor before each of the last `staleness` steps, the
-      oldest first, without frozen parameters.
+    actor: the student; this and what follows as in `policy_update.State`.
+    reference: its initial parameters.
+    past: its versions before each of the last `staleness` steps.
+    carry: what `rollouts` carries.
+    verifier: parameters of a learned verifier.
     teacher: parameters of the teacher, frozen.
-    carry: what `rollouts` carries from step to step; `()` by default.
-    verifier: parameters of a learned verifier; `()` for others.
   """
 
   actor: base.TrainState
   reference: base.Params
   past: tuple[base.Version, ...]
+  carry: Any
+  verifier: base.Params
   teacher: base.Params
-  carry: Any = ()
-  verifier: base.Params = ()
 
 
 def distillation(
@@ -183,10 +180,11 @@ def _init(
   policy, teacher, verify, optimizer, has_reference: bool, staleness: int, key
 ) -> State:
   """The state before the first step."""
-  learner = policy_update.init(policy, optimizer, has_reference, staleness, key)
+  student = policy_update.init_state(
+    policy, verify, optimizer, has_reference, staleness, key
+  )
   frozen = policy_stages.rounded(teacher, teacher.init(key))
-  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-  return State(*learner, {base.FROZEN: frozen}, verifier=judge)
+  return State(*student, {base.FROZEN: frozen})
 
 
 def _check_sampling(policy: base.Policy, teacher: base.Policy):

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,26 +27,6 @@ from stages.learn import (
   signatures,
   train_step,
 )
-
-
-class State(NamedTuple):
-  """State carried from step to step.
-
-  Attributes:
-    actor: the policy being trained.
-    reference: its initial parameters, without frozen ones; `()` where nothing
-      reads them.
-    past: versions of the actor before each of the last `staleness` steps, the
-      oldest first, without frozen parameters.
-    carry: what `rollouts` carries from step to step; `()` by default.
-    verifier: parameters of a learned verifier; `()` for others.
-  """
-
-  actor: base.TrainState
-  reference: base.Params
-  past: tuple[base.Version, ...]
-  carry: Any = ()
-  verifier: base.Params = ()
 
 
 def expert_iteration(
@@ -142,9 +121,11 @@ def expert_iteration(
     loss, optimizer, group_size=group_size, divisible_groups=True
   )
   version = lambda state: train_step.version(state.actor)
-  init = functools.partial(_init, policy, verify, optimizer, has_kl, staleness)
+  init = functools.partial(
+    policy_update.init_state, policy, verify, optimizer, has_kl, staleness
+  )
 
-  def step(state: State, problem: base.Problem, key):
+  def step(state: policy_update.State, problem: base.Problem, key):
     behavior, past = train_step.delayed(state.past, version(state))
     prompts = repeat(problem)
     finished, x, carry, carry_info = generate.run(
@@ -166,13 +147,6 @@ def expert_iteration(
   return policy_stages.workflow(
     init, step, version, evaluator(policy, verify), generate, staleness
   )
-
-
-def _init(policy, verify, optimizer, has_reference: bool, staleness: int, key):
-  """The state before the first step."""
-  learner = policy_update.init(policy, optimizer, has_reference, staleness, key)
-  judge = verifiers.init(verify, jax.random.fold_in(key, 1))
-  return State(*learner, verifier=judge)
 
 
 def _check_penalty(kl_reward_coef: float, keep: signatures.GroupSelection):
