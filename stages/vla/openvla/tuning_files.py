@@ -79,8 +79,10 @@ class _Sum(NamedTuple):
   up: np.ndarray
 
   def __getitem__(self, index):
-    whole = np.asarray(self.stored[:], np.float32) + self.up @ self.down
-    return whole[index]
+    indices = index if isinstance(index, tuple) else (index,)
+    rows, columns = (*indices, slice(None), slice(None))[:2]
+    product = self.up[rows] @ self.down[:, columns]
+    return np.asarray(self.stored[index], np.float32) + product
 
   def get_shape(self):
     return self.stored.get_shape()
@@ -92,7 +94,7 @@ class _Sum(NamedTuple):
 def tuned(
   checkpoint: str | pathlib.Path, adapter: str | None
 ) -> tuple[pathlib.Path, ...]:
-  """Folders that may have heads and statistics; the first that does counts."""
+  """Folders that may have heads and statistics; the first with one counts."""
   model = pathlib.Path(checkpoint)
   if adapter is not None:
     adapters.check_folder(adapter)
@@ -184,18 +186,20 @@ class Stored(NamedTuple):
 def heads(
   checkpoint: str | pathlib.Path, adapter: str | None = None
 ) -> dict[str, Stored]:
-  """The heads of a folder, by their names among the parameters.
+  """The heads of a model, by their names among the parameters.
 
   Args:
     checkpoint: folder of a model.
-    adapter: folder of an adapter, named `lora_adapter`, whose heads are beside
-      it; None without one.
+    adapter: folder of an adapter, named `lora_adapter`; a head beside it counts
+      before that of the model. None without one.
 
   Raises:
     CheckpointError: for several files of one head, or one that is damaged.
   """
-  all_found = (_heads(x) for x in tuned(checkpoint, adapter))
-  return next(filter(None, all_found), {})
+  found = {}
+  for folder in reversed(tuned(checkpoint, adapter)):
+    found |= _heads(folder)
+  return found
 
 
 def _heads(folder: pathlib.Path) -> dict[str, Stored]:

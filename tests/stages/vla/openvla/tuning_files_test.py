@@ -1,5 +1,6 @@
 """Adapters of OpenVLA in PEFT's layout: read, trained, written apart."""
 
+import contextlib
 import json
 
 import jax
@@ -13,7 +14,7 @@ from stages import base
 from stages.envs import push
 from stages.models import adapters
 from stages.models import lora as lora_lib
-from stages.models.files import weights
+from stages.models.files import torch_file, weights
 from stages.vla.openvla import openvla_env, openvla_oft_env, tuning_files
 from tests.stages.vla import trunk_lora_test
 from tests.stages.vla.openvla import openvla_files_test as plain
@@ -203,3 +204,34 @@ def test_adapters_that_do_not_fit_are_refused(folder, adapter, tmp_path):
   check('extra', of('layers') | extra, 'the model has no arm.weight')
   with pytest.raises(weights.CheckpointError, match='no adapter at'):
     started(folder, tmp_path / 'nothing')
+
+
+def test_a_head_beside_an_adapter_hides_no_other_head_of_the_model(tmp_path):
+  model, tuned = tmp_path / 'model', tmp_path / 'tuned'
+  for parent, heads in (
+    (model, {'proprio_projector': 1.0, 'action_head': 2.0}),
+    (tuned, {'proprio_projector': 3.0}),
+  ):
+    parent.mkdir()
+    for name, x in heads.items():
+      tensors = {'fc1.weight': np.full((2, 2), x, np.float32)}
+      torch_file.write(parent / f'{name}--5_checkpoint.pt', tensors)
+  write(tuned, {})
+  found = tuning_files.heads(model, str(tuned / tuning_files.FOLDER))
+  values = {part: x.tensors['fc1.weight'].max() for part, x in found.items()}
+  assert values == {'state_projector': 3.0, 'l1_head': 2.0}
+
+
+def test_a_part_of_a_weight_with_an_adapter_is_that_of_the_whole(
+  folder, adapter
+):
+  with contextlib.ExitStack() as stack:
+    files = weights.TensorFiles(folder, stack)
+    both = tuning_files.add(files, str(adapter), frozenset())
+    name = sorted(both.adapters)[0]
+    stored, (down, up) = files.slice(name)[:], both.adapters[name]
+    whole, part = stored + up @ down, both.slice(name)
+    for index in np.s_[:], np.s_[1:3], np.s_[1:3, :2], np.s_[:2,]:
+      np.testing.assert_allclose(
+        part[index], whole[index], rtol=1e-6, atol=1e-6
+      )
