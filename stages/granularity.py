@@ -73,7 +73,7 @@ def spread(x, like):
 
 
 def by_row(experience: base.Experience) -> base.Experience:
-  """The experience with one action for each log-probability.
+  """The experience with an advantage and a mask for each log-probability.
 
   Of [B, T] steps with n log-probabilities each, it is [B, T · n]; of [B] steps,
   [B, n]. Experience with one for each step is returned as it is.
