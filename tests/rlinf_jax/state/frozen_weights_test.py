@@ -37,7 +37,7 @@ def state(teacher, actor=1.0):
   params = {'adapter': jnp.full(2, actor), base.FROZEN: jnp.full(3, 7.0)}
   frozen = {base.FROZEN: {'w': jnp.full((2, 3), teacher)}}
   judge = {base.FROZEN: {'judge': jnp.arange(4.0)}}
-  return State(params, (), (), frozen, verifier=judge)
+  return State(params, (), (), (), verifier=judge, teacher=frozen)
 
 
 def test_a_checkpoint_leaves_out_teachers_and_reward_models(tmp_path):
