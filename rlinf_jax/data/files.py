@@ -1,6 +1,6 @@
 """Files of questions with answers: JSON lines, CSV and parquet."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 import csv
 import json
 import math
@@ -8,8 +8,11 @@ import os
 import pathlib
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rlinf_jax.config import config_errors
 from rlinf_jax.data import pictures
+from stages import source_files
 
 # Columns that may hold the question, the first that a file has.
 PROMPT_COLUMNS = ('prompt', 'question', 'messages', 'problem')
@@ -147,6 +150,11 @@ def expand(path: str) -> pathlib.Path:
       'path of a file of questions.'
     )
   return file
+
+
+def digests(paths: Sequence[str]) -> np.ndarray:
+  """A digest of each file, by which a resumed run recognizes it."""
+  return np.array([source_files.digest(expand(path)) for path in paths])
 
 
 def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:

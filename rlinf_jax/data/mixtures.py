@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from stages import source_files
+
 
 def paths(given: str | Sequence[str], name: str) -> list[str]:
   """The files of an argument that names one or several.
@@ -42,14 +44,19 @@ def shares(train, sizes: Sequence[int]) -> list[float]:
   return [float(x) for x in train.values()]
 
 
-def init(num_files: int) -> Callable[[int], dict[str, np.ndarray]]:
-  """Returns the function from a seed to the state before the first batch."""
+def init(digests: np.ndarray) -> Callable[[int], dict[str, np.ndarray]]:
+  """Returns the function from a seed to the state before the first batch.
+
+  Args:
+    digests: of each file, as `files.digests`.
+  """
 
   def init(seed):
     return {
       'seed': np.array(seed),
       'batch': np.array(0),
-      'position': np.zeros(num_files, np.int64),
+      'position': np.zeros(len(digests), np.int64),
+      source_files.DIGEST: digests,
     }
 
   return init
@@ -102,16 +109,7 @@ def take(
   Returns:
     The position afterward, and the indices of the rows, counted file after
     file.
-
-  Raises:
-    ValueError: if the position is one in another number of files.
   """
-  if len(position) != len(mixture.sizes):
-    raise ValueError(
-      f'The run was begun with {len(position)} files to train on, and '
-      f'{len(mixture.sizes)} are given now: give the same ones, as in its '
-      'config.gin, or choose another --workdir.'
-    )
   shares = np.asarray(mixture.weights, float) / np.sum(mixture.weights)
   position = position.copy()
   taken, orders = np.zeros(n, np.int64), {}

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlinf_jax.data import files, mixtures, picture_files
 from rlinf_jax.data import prompts as prompts_lib
-from stages import base, ranges
+from stages import base, ranges, source_files
 from stages.language import tokens
 
 WINDOW = 16  # Batches among which questions are sorted by length.
@@ -103,20 +103,24 @@ def questions(
       chat=chat,
     )
 
-  parts = [
-    load(path, difficulty_column) for path in mixtures.paths(train, 'train')
-  ]
+  paths = mixtures.paths(train, 'train')
+  parts = [load(path, difficulty_column) for path in paths]
+  digests = files.digests(paths)
   sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
   num_rows = [len(rows) for rows, _ in sets.values()]
   batches = _held_out_rows(num_rows, held_out_rows, held_out_batch)
   encoded = _joined(list(sets.values()), reader, opening)
   return base.Source(
-    mixtures.init(len(parts)),
-    _next(
-      _joined(parts, reader, opening),
-      _mixture(train, parts),
-      batch_size,
-      lengths,
+    mixtures.init(digests),
+    source_files.checked(
+      _next(
+        _joined(parts, reader, opening),
+        _mixture(train, parts),
+        batch_size,
+        lengths,
+      ),
+      digests,
+      paths,
     ),
     lambda: [
       encoded.batch(rows, prompt_length)._replace(weight=weight)

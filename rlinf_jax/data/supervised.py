@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax.data import completions, mixtures, picture_files
-from stages import base, ranges
+from rlinf_jax.data import completions, files, mixtures, picture_files
+from stages import base, ranges, source_files
 from stages.language import huggingface, tokens
 
 
@@ -201,7 +201,9 @@ def _source(
       **text,
     )
 
-  parts = [load(path) for path in mixtures.paths(train, 'train')]
+  paths = mixtures.paths(train, 'train')
+  parts = [load(path) for path in paths]
+  digests = files.digests(paths)
   num_rows = [len(part.prompt) for part in parts]
   mixture = mixtures.Mixture(num_rows, mixtures.shares(train, num_rows))
   training = _joined(parts, reader)
@@ -226,8 +228,8 @@ def _source(
     return [_filled(evaluation, rows[i : i + n], n, *sizes) for i in starts]
 
   return base.Source(
-    mixtures.init(len(num_rows)),
-    advance,
+    mixtures.init(digests),
+    source_files.checked(advance, digests, paths),
     held_batches,
     lambda *rows: tokens.decode(tokenizer, *rows),
   )

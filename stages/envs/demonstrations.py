@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stages
-from stages import base, ranges, tree_paths
+from stages import base, ranges, source_files, tree_paths
 from stages.envs import action_range, episode_stats, seed_source
 from stages.envs import env as env_lib
 from stages.envs.rollouts import rollout
@@ -250,9 +250,11 @@ def source(
     held_out_batch: episodes that run in parallel.
   """
   data = read(path)
+  digests = np.array([source_files.digest(path)])
 
   def init(seed):
-    return {'seed': np.array(seed), 'batch': np.array(0)}
+    state = {'seed': np.array(seed), 'batch': np.array(0)}
+    return {**state, source_files.DIGEST: digests}
 
   def next_batch(state, metrics):
     del metrics
@@ -262,4 +264,5 @@ def source(
     return {**state, 'batch': state['batch'] + 1}, batch
 
   seeds = seed_source.seeds(held_out=held_out, held_out_batch=held_out_batch)
-  return base.Source(init, next_batch, seeds.held_out)
+  advance = source_files.checked(next_batch, digests, [path])
+  return base.Source(init, advance, seeds.held_out)

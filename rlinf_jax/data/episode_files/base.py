@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rlinf_jax.config import config_errors
+from stages import source_files
 
 PICTURES = ('video', 'image')  # Types of the features that are pictures.
 ACTION, STATE = 'action', 'observation.state'  # Names of features.
@@ -49,6 +50,8 @@ class Folder(NamedTuple):
       arrays [T, …] by name. The column 'task_index' has the number of each
       step's instruction.
     read_pictures: `episode, camera -> pictures`, uint8 [T, rows, columns, 3].
+    files: `cameras -> paths` of the files with the episodes' numbers and the
+      pictures of these cameras, in a fixed order.
   """
 
   path: pathlib.Path
@@ -60,6 +63,17 @@ class Folder(NamedTuple):
     [Sequence[Episode], Sequence[str]], list[dict[str, np.ndarray]]
   ]
   read_pictures: Callable[[Episode, str], np.ndarray]
+  files: Callable[[Sequence[str]], Sequence[pathlib.Path]]
+
+  def digest(self, cameras: Sequence[str]) -> np.int64:
+    """A digest of the episodes, with the pictures of some cameras.
+
+    Raises:
+      FileNotFoundError: if a file is missing.
+    """
+    lengths = [episode.length for episode in self.episodes]
+    described = f'{lengths} {self.tasks} {self.features}'
+    return source_files.digest_of_many(self.files(cameras), described)
 
   @property
   def cameras(self) -> tuple[str, ...]:

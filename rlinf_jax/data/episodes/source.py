@@ -9,7 +9,7 @@ import numpy as np
 
 from rlinf_jax.data.episode_files import base as base_lib
 from rlinf_jax.data.episodes import folders, windows
-from stages import base, ranges
+from stages import base, ranges, source_files
 from stages.envs import demonstrations
 
 PREFIXES = 'observation.images.', 'observation.'
@@ -131,6 +131,12 @@ def source(
     lambda window: load([train[i] for i in window]),
   )
 
+  digests = np.array([data.digest(shown)])
+
+  def init(seed):
+    state = {'seed': np.array(seed), 'batch': np.array(0)}
+    return {**state, source_files.DIGEST: digests}
+
   def next_batch(now, metrics):
     del metrics  # There is no curriculum.
     n = int(now['batch'])
@@ -143,8 +149,8 @@ def source(
     return _batches(kept, held_out_rows, held_out_batch)
 
   return base.Source(
-    lambda seed: {'seed': np.array(seed), 'batch': np.array(0)},
-    next_batch,
+    init,
+    source_files.checked(next_batch, digests, [folder]),
     evaluation.held_out if evaluation else held_out,
   )
 

@@ -174,6 +174,15 @@ def _episodes(root, info, features) -> tuple[Episode, ...]:
   return tuple(found)
 
 
+def files(data: Dataset, cameras: Sequence[str]) -> list[pathlib.Path]:
+  """The files of all episodes, with the videos of some cameras."""
+  found = {}
+  for episode in data.episodes:
+    videos = [episode.videos[x][0] for x in cameras if x in episode.videos]
+    found |= dict.fromkeys([episode.numbers, *videos])
+  return [*found]
+
+
 def _path(root: pathlib.Path, template: Any, **names) -> pathlib.Path:
   """A path of meta/info.json, which may not leave the folder."""
   try:

@@ -18,4 +18,5 @@ def read(path: pathlib.Path) -> base.Folder:
     data.tasks,
     read_numbers=functools.partial(layout.numbers, data),
     read_pictures=functools.partial(pictures.read, data),
+    files=functools.partial(layout.files, data),
   )

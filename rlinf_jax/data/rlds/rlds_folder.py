@@ -56,7 +56,8 @@ def read(root: pathlib.Path) -> base.Folder:
   tasks: dict[str, int] = {}
   found = []
   info = _info(root)
-  for path in _files(root, info):
+  paths = [*_files(root, info)]
+  for path in paths:
     for record in records.find(path):
       found.append(_episode(len(found), record, described, tasks))
   if not found:
@@ -69,6 +70,7 @@ def read(root: pathlib.Path) -> base.Folder:
     {number: text for text, number in tasks.items()},
     read_numbers=_numbers,
     read_pictures=functools.partial(_pictures, described),
+    files=lambda cameras: paths,
   )
 
 

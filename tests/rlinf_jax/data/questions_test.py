@@ -149,6 +149,29 @@ def test_a_run_does_not_go_on_with_another_number_of_files(folder, before, now):
     other.next(one.init(0), {})
 
 
+def test_a_run_does_not_go_on_with_files_that_were_edited(folder, tmp_path):
+  ten, path = str(folder / 'ten.jsonl'), tmp_path / 'own.jsonl'
+  write(path, [row(i) for i in range(10)])
+  begun, _ = take(source(folder, train=[ten, str(path)]), 1)
+  moved = str(path.rename(tmp_path / 'renamed.jsonl'))
+  take(source(folder, train=[ten, moved]), 1, begun)
+  write(tmp_path / 'renamed.jsonl', [row(i) for i in range(1, 11)])
+  with pytest.raises(
+    ValueError, match=r'^\S*renamed.jsonl changed since the run was begun'
+  ):
+    take(source(folder, train=[ten, moved]), 1, begun)
+
+
+def test_a_run_does_not_go_on_with_files_in_another_order(folder, tmp_path):
+  few = write(tmp_path / 'few.jsonl', [row(1)])
+  paths = [str(folder / 'ten.jsonl'), few]
+  begun, _ = take(source(folder, train=paths), 1)
+  with pytest.raises(
+    ValueError, match='in another order, and their order is .*few.jsonl, .*ten'
+  ):
+    take(source(folder, train=paths[::-1]), 1, begun)
+
+
 def test_another_seed_gives_another_order(folder):
   made = source(folder)
   one, other = (made.next(made.init(seed), {})[1] for seed in (1, 2))

@@ -93,6 +93,17 @@ def test_batches_follow_from_seed_and_number_alone(path):
   assert len(seed_B) == 100 and seed_B[0] == seed_source.FIRST_HELD_OUT
 
 
+def test_a_run_does_not_go_on_with_another_file(path, tmp_path):
+  begun = demonstrations.source(str(path), batch_size=5).init(7)
+  x = demonstrations.read(path)
+  demonstrations.write(other := tmp_path / 'other.npz', x)
+  demonstrations.source(str(other), batch_size=5).next(begun, {})
+  demonstrations.write(other, x._replace(action=-x.action))
+  made = demonstrations.source(str(other), batch_size=5)
+  with pytest.raises(ValueError, match='other.npz changed since the run was'):
+    made.next(begun, {})
+
+
 # Learning.
 
 

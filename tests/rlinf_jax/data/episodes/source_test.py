@@ -1,6 +1,7 @@
 """Demonstrations from LeRobot folders: the right rows, again after a stop."""
 
 import io
+import shutil
 
 import jax
 import numpy as np
@@ -95,6 +96,19 @@ def test_a_source_goes_on_where_it_stopped(folder):
   assert any(
     (a.action != b.action).any() for a, b in zip(want, other, strict=True)
   )
+
+
+def test_a_run_does_not_go_on_with_other_episodes(folder, tmp_path):
+  path = tmp_path / 'data'
+  shutil.copytree(folder, path)
+  state, _ = batches(make(folder), make(folder).init(5), 1)
+  batches(make(str(path)), state, 1)  # A copy has the same episodes.
+  changed = next(path.glob('videos/*top/*/*.mp4'))
+  changed.write_bytes(changed.read_bytes() + b'0')
+  with pytest.raises(ValueError, match='data changed since the run was begun'):
+    batches(make(str(path)), state, 1)
+  seen = {'camera_names': ['observation.images.wrist']}
+  batches(make(str(path), **seen), make(folder, **seen).init(5), 1)
 
 
 def test_held_out_steps_are_of_other_episodes(folder):
