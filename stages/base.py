@@ -107,7 +107,8 @@ class Experience(NamedTuple):
     truncated: 1 where a limit of length ended the row [B], or a limit of time
       the episode of an environment [B, T].
     version: optimizer steps that the acting parameters had seen, per action.
-    advantage: advantage estimate of each action.
+    advantage: advantage estimate of each action. In an environment, it and what
+      follows to `return_` are of each step, or of each action of its chunk.
     reward: reward that followed each action.
     value: critic's estimate of the return before each action.
     next_value: critic's estimate after each action, before any automatic reset.
@@ -135,13 +136,13 @@ class Experience(NamedTuple):
   mask: Float[Array, 'B T']
   truncated: Float[Array, '...']
   version: Int[Array, 'B T'] | None = None
-  advantage: Float[Array, 'B T'] | None = None
-  reward: Float[Array, 'B T'] | None = None
-  value: Float[Array, 'B T'] | None = None
-  next_value: Float[Array, 'B T'] | None = None
-  discount: Float[Array, 'B T'] | None = None
-  continue_: Float[Array, 'B T'] | None = None
-  return_: Float[Array, 'B T'] | None = None
+  advantage: Float[Array, 'B T ...'] | None = None
+  reward: Float[Array, 'B T ...'] | None = None
+  value: Float[Array, 'B T ...'] | None = None
+  next_value: Float[Array, 'B T ...'] | None = None
+  discount: Float[Array, 'B T ...'] | None = None
+  continue_: Float[Array, 'B T ...'] | None = None
+  return_: Float[Array, 'B T ...'] | None = None
   proximal: Float[Array, 'B T ...'] | None = None
   arrival: Int[Array, ' B'] | None = None
   routing: Any = None
@@ -202,13 +203,14 @@ class Evaluation(NamedTuple):
   Attributes:
     logp: log-probability of each action, in the shape of `Experience.logp`.
     entropy: entropy of the distribution of each, in nats.
-    value: critic's estimate before each action; None without a critic.
+    value: critic's estimate before each action, in the shape of
+      `Experience.value`; None without a critic.
     balance: a `language.scoring.balance.Balance`; None unless it was asked for.
   """
 
   logp: Float[Array, 'B T ...']
   entropy: Float[Array, 'B T ...']
-  value: Float[Array, 'B T'] | None = None
+  value: Float[Array, 'B T ...'] | None = None
   balance: Any = None
 
 
@@ -245,7 +247,8 @@ class Policy(NamedTuple):
       recorded routing, see `language.scoring.scorer`.
     to_env_action: `action -> env_action`: maps a sampled action into the
       environment's bounds; None where actions are used as they are.
-    value: `params, obs -> value`, the critic alone; None without one.
+    value: `params, obs -> value`, the critic alone; None without one. It has
+      one value a step, or one of each action of its chunk.
     out_shapes: `params, obs, keys -> Experience` of shapes. Set where `act`
       runs on an engine outside JAX, which computes log-probabilities in its own
       arithmetic and returns a `Deferred` of its experience; else None.

@@ -1,4 +1,4 @@
-"""Granularity of log-probabilities: of tokens, of actions or of whole chunks.
+"""Granularity of log-probabilities and values: tokens, actions or chunks.
 
 A policy in an environment decides a chunk of Z actions of A numbers in a step;
 Z is 1 without chunks. Its log-probabilities, and its entropies, have the
@@ -8,10 +8,12 @@ dimensions of steps and after them
   'action'  [Z]     their sum over the numbers of an action, or
   'chunk'   []      their sum over the whole chunk.
 
-PPO clips a ratio of each of them, arXiv:2510.06710. Each has the advantage of
-its step, and the loss is the mean over all of them. Those of actions that were
-not executed, as the episode ended before them, do not count; a whole chunk
-counts if its step does.
+PPO clips a ratio of each of them, arXiv:2510.06710. Rewards, values and
+advantages have the dimensions of steps, one for a 'chunk', or are those of each
+'action', [Z]. A ratio has the advantage of its action or of its step, and the
+loss is the mean over all ratios. Those of actions that were not executed, as
+the episode ended before them, do not count; a whole chunk counts if its step
+does.
 """
 
 from collections.abc import Callable
@@ -25,6 +27,7 @@ import jax.numpy as jnp
 from stages import base
 
 LogpOf = Literal['token', 'action', 'chunk']
+ValueOf = Literal['action', 'chunk']
 
 
 def reducer(
@@ -54,16 +57,64 @@ def reducer(
   return reduce
 
 
+def num_values(value_of: ValueOf, logp_of: LogpOf, chunk: int) -> int | None:
+  """Values of a step: `chunk` of them, or None for one without a dimension.
+
+  Args:
+    value_of: what has a value.
+    logp_of: what has a log-probability.
+    chunk: Z.
+
+  Raises:
+    ValueError: if `value_of` is unknown, or actions have values and not
+      log-probabilities.
+  """
+  names = typing.get_args(ValueOf)
+  if value_of not in names:
+    raise ValueError(
+      f'value_of is {value_of!r}, and values are those of '
+      f'{" or ".join(map(repr, names))}: give one of these.'
+    )
+  if value_of == 'chunk':
+    return None
+  if logp_of == 'chunk':
+    raise ValueError(
+      "value_of is 'action', so that each action has an advantage, and "
+      "logp_of is 'chunk', which has one ratio for all of them: set logp_of to "
+      "'action' or 'token', or leave out `value_of`."
+    )
+  return chunk
+
+
+def executed(mask, steps, like):
+  """The mask of steps, and of each action where `like` has one for each.
+
+  Args:
+    mask: 1 for steps that count.
+    steps: actions of each step that were executed; None for all.
+    like: an array in the dimensions of `mask`, and maybe more, the first of
+      which is that of the actions of a chunk; its own mask ends in that.
+  """
+  if like.ndim == mask.ndim:
+    return mask
+  Z = like.shape[mask.ndim]
+  z = jnp.arange(Z).reshape((1,) * mask.ndim + (Z,))
+  of_actions = jnp.broadcast_to(mask[..., None], (*mask.shape, Z))
+  if steps is None:
+    return of_actions
+  return of_actions * (z < steps[..., None]).astype(mask.dtype)
+
+
 def whole(x, leading: int):
   """Sums over all dimensions but the `leading` ones."""
   return x.sum(tuple(range(leading, x.ndim))) if x.ndim > leading else x
 
 
 def spread(x, like):
-  """A number of each step, [B] or [B, T], in the shape of `like`.
+  """Numbers of steps or of actions, in the shape of `like`.
 
   Args:
-    x: one number a step.
+    x: one number a step, [B] or [B, T], or one an action, with [Z] behind.
     like: an array of the same steps, as `by_row` makes it.
   """
   parts = math.prod(like.shape) // math.prod(x.shape)
@@ -86,15 +137,9 @@ def by_row(experience: base.Experience) -> base.Experience:
   if x.logp.ndim == x.mask.ndim:
     return x
   logp = x.logp.reshape(x.logp.shape[0], -1)
-  mask = spread(x.mask, logp)
-  if x.steps is not None:
-    Z = x.logp.shape[x.mask.ndim]
-    z = jnp.arange(Z).reshape((1,) * x.steps.ndim + (Z,))
-    executed = (z < x.steps[..., None]).astype(mask.dtype)
-    mask *= spread(executed, logp)
   return x._replace(
     logp=logp,
-    mask=mask,
+    mask=spread(executed(x.mask, x.steps, x.logp), logp),
     advantage=None if x.advantage is None else spread(x.advantage, logp),
     proximal=None if x.proximal is None else x.proximal.reshape(logp.shape),
   )

@@ -201,7 +201,7 @@ class Vector:
       success=number(success),
       steps=np.ones(B, np.float32),
       env_failed=number(failed),
-      chunk_return=number(reward),
+      action_reward=number(reward)[:, None],
       chunk_success=number(success),
     )
 

@@ -26,7 +26,7 @@ class TimeStep(NamedTuple):
     env_failed: 1 where the simulator failed (crash, exception, NaN, time-out):
       the step is truncated, has no reward, and is not learned from. None where
       no step can fail.
-    chunk_return: Σₖ rₖ over the steps executed of a chunk, undiscounted; None
+    action_reward: rₖ of each action of a chunk, 0 of those not executed; None
       where an action is one step.
     chunk_success: 1 where the task was solved after any of these steps; None
       likewise.
@@ -41,7 +41,7 @@ class TimeStep(NamedTuple):
   success: Float[Array, ' B']
   steps: Float[Array, ' B'] | None = None
   env_failed: Float[Array, ' B'] | None = None
-  chunk_return: Float[Array, ' B'] | None = None
+  action_reward: Float[Array, 'B Z'] | None = None
   chunk_success: Float[Array, ' B'] | None = None
   final_state: Any = None
 

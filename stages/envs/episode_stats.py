@@ -113,9 +113,9 @@ def first_episode(timestep: env_lib.TimeStep) -> EpisodeStats:
 
 def _rewards(timestep: env_lib.TimeStep):
   """Sum of the rewards of all environment steps of each step."""
-  if timestep.chunk_return is None:
+  if timestep.action_reward is None:
     return timestep.reward
-  return timestep.chunk_return
+  return timestep.action_reward.sum(-1)
 
 
 def succeeded(timestep: env_lib.TimeStep):

@@ -137,19 +137,27 @@ def score_completions(model: ValueModel) -> Callable:
   return run
 
 
-def init_head(config: transformer.Config) -> base.Params:
-  """A head of zeros: the first values are zero."""
-  return {'value_D': jnp.zeros(config.D, config.param_dtype)}
+def init_head(config: transformer.Config, Z: int | None = None) -> base.Params:
+  """A head of zeros, so that the first values are zero.
+
+  Args:
+    config: dimensions of the transformer.
+    Z: number of values of a position; None for one, without a dimension.
+  """
+  if Z is None:
+    return {'value_D': jnp.zeros(config.D, config.param_dtype)}
+  return {'value_DZ': jnp.zeros((config.D, Z), config.param_dtype)}
 
 
 def head_values(config: transformer.Config, params, x_BTD):
   """Values by the head under the key `base.CRITIC` of a policy's parameters."""
-  value_D = params[base.CRITIC]['value_D']
-  return score(config, params['norm_D'], value_D, x_BTD)
+  (value,) = params[base.CRITIC].values()
+  return score(config, params['norm_D'], value, x_BTD)
 
 
-def score(config: transformer.Config, norm_D, value_D, x_BTD):
-  """w · norm(h) of each position, in float32 or wider."""
+def score(config: transformer.Config, norm_D, value, x_BTD):
+  """w · norm(h) of each position, in float32 or wider, with w [D] or [D, Z]."""
   scale_D = 1 + norm_D if config.unit_offset else norm_D
   x_BTD = mixed_precision.rms_norm(x_BTD, scale_D, config.norm_epsilon)
-  return mixed_precision.product('BTD,D->BT', x_BTD, value_D)
+  equation = 'BTD,D->BT' if value.ndim == 1 else 'BTD,DZ->BTZ'
+  return mixed_precision.product(equation, x_BTD, value)

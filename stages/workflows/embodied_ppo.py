@@ -75,8 +75,9 @@ def embodied_ppo(
     L = mean(max(−ρ A, −clip(ρ) A) + c_v L_value − c_e H)
 
   Where the policy has log-probabilities of tokens or of actions of a chunk
-  (`granularity`), ρ and H are theirs, with A and L_value of their step, and the
-  mean is over all of them.
+  (`granularity`), ρ and H are theirs, and the mean is over all of them. A and
+  L_value are those of their action if the policy has values of actions, else of
+  their step.
 
   Args:
     env: environments to act in.
@@ -166,7 +167,7 @@ def embodied_ppo(
     x, gap_info = rescore(params, stats, x)
     rollout_info = measure(x, timestep._replace(final_obs=()), ended) | gap_info
     if normalize_advantages:
-      whitened = whiten(x.advantage, x.mask, x.reward)
+      whitened = whiten(x.advantage, x.mask, x.reward, x.steps)
       x = x._replace(advantage=whitened)
     x = flatten(x)
     actor, info = learn(state.actor, minibatch(key, x.mask, x), stats)
@@ -188,30 +189,43 @@ def compute_advantages(
 ) -> dict[str, Any]:
   """Advantages and returns of [B, T] steps, as fields of the experience.
 
-  The value after the last step of a truncated episode is that of its final
-  observation, never of the next episode's first.
+  They are those of steps, or [B, T, Z], of each action of a chunk, as the
+  policy's values are. The value after the last action of a truncated episode is
+  that of its final observation, never of the next episode's first.
   """
   value = policy.value(params, obs_stats.normalize(stats, x.obs))
-  next_value = policy.value(
+  final_value = policy.value(
     params, obs_stats.normalize(stats, timestep.final_obs)
   )
-  steps = 1.0 if timestep.steps is None else timestep.steps
+  if value.ndim == x.mask.ndim:
+    reward, next_value, is_last = timestep.reward, final_value, 1.0
+    steps = 1.0 if timestep.steps is None else timestep.steps
+    of_step = lambda y: y
+  else:
+    reward, next_value, is_last = _by_action(timestep, value, final_value)
+    steps = 1.0
+    of_step = lambda y: y[..., None]
   discount = discount**steps * jnp.ones_like(value)
   ends = timestep.terminated
   if bootstrap_on_success:
     ends = ends * (1.0 - timestep.success)
-  discount *= 1.0 - ends
-  continue_ = 1.0 - jnp.maximum(timestep.terminated, timestep.truncated)
-  reward, mask = timestep.reward, x.mask
+  discount *= 1.0 - of_step(ends) * is_last
+  ended = jnp.maximum(timestep.terminated, timestep.truncated)
+  continue_ = 1.0 - of_step(ended) * is_last
+  mask = x.mask
   if timestep.env_failed is not None:
     # A failed step teaches nothing: reward := value makes its δ exactly zero.
     mask *= 1.0 - timestep.env_failed
-    failed = timestep.env_failed > 0
+    failed = of_step(timestep.env_failed > 0)
     reward = jnp.where(failed, value, reward)
     discount = jnp.where(failed, 0.0, discount)
     next_value = jnp.where(failed, 0.0, next_value)
   gae = jax.vmap(functools.partial(advantages.gae, lambda_=gae_lambda))
-  advantage = gae(reward, value, next_value, discount, continue_)
+  in_order = (
+    y.reshape(len(y), -1)
+    for y in (reward, value, next_value, discount, continue_)
+  )
+  advantage = gae(*in_order).reshape(value.shape)
   return {
     'mask': mask,
     'truncated': timestep.truncated,
@@ -226,7 +240,30 @@ def compute_advantages(
   }
 
 
-def whiten_advantages(advantage, mask, reward):
+def _by_action(timestep: env_lib.TimeStep, value, final_value):
+  """Reward, next value, and whether it ends its chunk, of each action.
+
+  Args:
+    timestep: of [B, T] steps.
+    value: [B, T, Z], before each action, all estimated before the first.
+    final_value: those of the observation after the chunk, of which the first is
+      the value of the observation itself.
+
+  Returns:
+    Three arrays [B, T, Z]. Of actions that were not executed, they are finite.
+  """
+  reward, steps = timestep.action_reward, timestep.steps
+  if reward is None:
+    reward, steps = timestep.reward[..., None], jnp.ones_like(timestep.reward)
+  after_chunk = final_value[..., :1]
+  later = jnp.concatenate([value[..., 1:], after_chunk], -1)
+  z = jnp.arange(value.shape[-1]).reshape((1,) * steps.ndim + (-1,))
+  is_last = z == steps[..., None] - 1
+  next_value = jnp.where(is_last, after_chunk, later)
+  return reward, next_value, is_last.astype(value.dtype)
+
+
+def whiten_advantages(advantage, mask, reward, steps=None):
   """Whitens advantages, unless no step of the batch has a reward.
 
   Where success is rare and the only reward, advantages of a batch without it
@@ -234,10 +271,12 @@ def whiten_advantages(advantage, mask, reward):
   they stay as they are.
 
   Args:
-    advantage: [B, T], from rewards and values.
+    advantage: [B, T], or [B, T, Z], from rewards and values.
     mask: 1 for steps that are learned from.
-    reward: of each step.
+    reward: as `advantage`.
+    steps: actions of each step that were executed; None for all.
   """
+  mask = granularity.executed(mask, steps, advantage)
   rewarded = (reward * mask != 0.0).any()
   return jnp.where(rewarded, advantages.whiten(advantage, mask), advantage)
 
@@ -294,7 +333,9 @@ def objective(
     kl = metrics.mean(losses.kl_k3(old_logp, now.logp), mask)
     info = ratio_info | {
       'train/policy_loss': metrics.mean(policy_loss, mask),
-      'train/value_loss': metrics.mean(value_loss, x.mask),
+      'train/value_loss': metrics.mean(
+        value_loss, granularity.executed(x.mask, x.steps, value_loss)
+      ),
       'train/entropy': metrics.mean(now.entropy, mask),
       'train/kl_behavior': metrics.mean(
         losses.kl_k3(rows.logp, now.logp), mask
@@ -312,13 +353,14 @@ def describe(
 ) -> base.Info:
   """Metrics of a rollout, and of the episodes that ended in it."""
   steps = 1.0 if timestep.steps is None else timestep.steps
+  mask = granularity.executed(x.mask, x.steps, x.value)
   return (
     episode_stats.metrics(ended, 'env')
     | episode_stats.failures(timestep)
     | {
-      'rollout/reward': metrics.moments(x.reward, x.mask),
+      'rollout/reward': metrics.moments(x.reward, mask),
       'train/explained_variance': metrics.explained_variance(
-        x.value, x.return_, x.mask
+        x.value, x.return_, mask
       ),
       'env/steps': (steps * x.mask).sum(),
     }

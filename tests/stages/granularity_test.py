@@ -52,20 +52,41 @@ POLICIES = {
 def check_policy(make, env, obs):
   """Scores are those of acting, in the shape of their kind, and add up."""
   keys = jax.random.split(jax.random.key(1), 4)
-  policies = {k: make(env, logp_of=k) for k in SHAPES}
+  policies = {
+    'token': make(env, logp_of='token', value_of='action'),
+    'action': make(env, logp_of='action'),
+    'chunk': make(env, logp_of='chunk'),
+  }
   params = policies['chunk'].init(jax.random.key(0))
+  # All but the critics are the same; some critics start with zeros.
+  by_kind = {
+    k: params
+    | {
+      base.CRITIC: jax.tree.map(
+        lambda x: jnp.sin(jnp.arange(1.0, x.size + 1)).reshape(x.shape),
+        own.init(jax.random.key(0))[base.CRITIC],
+      )
+    }
+    for k, own in policies.items()
+  }
   # In other dimensions than in acting: steps of two rows.
   fold = lambda x: x.reshape(2, 2, *x.shape[1:])
 
   @jax.jit
-  def run(params):
-    acted = {k: own.act(params, obs, keys) for k, own in policies.items()}
+  def run(by_kind):
+    acted = {k: own.act(by_kind[k], obs, keys) for k, own in policies.items()}
     seen = jax.tree.map(fold, (obs, acted['chunk'].action))
-    return acted, {
-      k: own.evaluate(params, *seen) for k, own in policies.items()
-    }
+    return (
+      acted,
+      {k: own.evaluate(by_kind[k], *seen) for k, own in policies.items()},
+      {k: own.value(by_kind[k], seen[0]) for k, own in policies.items()},
+    )
 
-  acted, scored = run(params)
+  acted, scored, values = run(by_kind)
+  for k in SHAPES:
+    assert values[k].shape == (2, 2, *((Z,) if k == 'token' else ()))
+    assert (values[k] != 0).all()
+    np.testing.assert_allclose(scored[k].value, values[k], rtol=0, atol=1e-5)
   for k, shape in SHAPES.items():
     x, now = acted[k], scored[k]
     assert x.logp.shape == (4, *shape) and x.mask.shape == (4,)
@@ -112,7 +133,7 @@ B, T, F = 4, 3, 5
 
 
 def linear_policy(logp_of) -> base.Policy:
-  """Gaussian actions whose means are linear in the observation."""
+  """Gaussian actions with means, and values, linear in the observation."""
   reduce = granularity.reducer(logp_of, Z)
 
   def evaluate(params, obs, action, *, group_size=1):
@@ -127,8 +148,9 @@ def linear_policy(logp_of) -> base.Policy:
   return base.Policy(None, None, evaluate)
 
 
-def batch(logp_of):
+def batch(logp_of, value_of='chunk'):
   """Random experience, a reference's log-probabilities, and parameters."""
+  values = (Z,) if value_of == 'action' else ()
   rng = np.random.default_rng(0)
   numbers = B, T, Z * A
   reduce = granularity.reducer(logp_of, Z)
@@ -136,7 +158,7 @@ def batch(logp_of):
   params = {
     'mean': 0.3 * rng.normal(size=(F, Z * A)),
     'log_std': 0.1 * rng.normal(size=(Z * A)),
-    'value': rng.normal(size=F),
+    'value': rng.normal(size=(F, *values)),
   }
   action = obs @ params['mean'] + rng.normal(size=numbers)
   log_std = np.broadcast_to(params['log_std'], numbers)
@@ -149,9 +171,9 @@ def batch(logp_of):
     near(0.1),
     jnp.asarray(mask),
     (),
-    advantage=jnp.asarray(rng.normal(size=(B, T)) * mask),
-    value=jnp.asarray(rng.normal(size=(B, T))),
-    return_=jnp.asarray(rng.normal(size=(B, T))),
+    advantage=jnp.asarray(rng.normal(size=(B, T, *values))),
+    value=jnp.asarray(rng.normal(size=(B, T, *values))),
+    return_=jnp.asarray(rng.normal(size=(B, T, *values))),
     proximal=near(0.1),
     steps=jnp.array([[2.0, 2.0, 1.0], [2.0, 1.0, 2.0], [2.0] * 3, [1.0] * 3]),
   )
@@ -180,7 +202,9 @@ def oracle(logp_of, params, x, ref, with_critic):
           continue
         lp = every_logp[b, t, numbers].sum()
         old, behavior = y.proximal[(b, t, *at)], y.logp[(b, t, *at)]
-        gain, ratio = y.advantage[b, t], torch.exp(lp - old)
+        # An action's own where there is one, else that of its step.
+        own = at[:1] if y.advantage.ndim == 3 else ()
+        gain, ratio = y.advantage[(b, t, *own)], torch.exp(lp - old)
         term = torch.max(
           -ratio * gain, -ratio.clamp(1 - CLIP.low, 1 + CLIP.high) * gain
         )
@@ -191,7 +215,8 @@ def oracle(logp_of, params, x, ref, with_critic):
         term = term * torch.exp(old - behavior).clamp(max=IMPORTANCE.cap)
         term = term - ETA * every_entropy[b, t, numbers].sum()
         if with_critic:
-          error = y.obs[b, t] @ p['value'] - y.return_[b, t]
+          predicted = y.obs[b, t] @ p['value']
+          error = predicted[own] - y.return_[(b, t, *own)]
           term = term + COEF * 0.5 * error**2
         else:
           delta = ref[(b, t, *at)] - lp
@@ -206,10 +231,18 @@ def oracle(logp_of, params, x, ref, with_critic):
   return loss.item(), {k: v.grad for k, v in p.items()}, clipped / n
 
 
-@pytest.mark.parametrize('logp_of', SHAPES)
-@pytest.mark.parametrize('name', ['grpo', 'ppo'])
-def test_losses_and_gradients_are_those_of_torch(name, logp_of, in_float64):
-  params, x, ref = batch(logp_of)
+@pytest.mark.parametrize(
+  'name, logp_of, value_of',
+  [
+    *((name, k, 'chunk') for name in ('grpo', 'ppo') for k in SHAPES),
+    ('ppo', 'token', 'action'),
+    ('ppo', 'action', 'action'),
+  ],
+)
+def test_losses_and_gradients_are_those_of_torch(
+  name, logp_of, value_of, in_float64
+):
+  params, x, ref = batch(logp_of, value_of)
   policy = linear_policy(logp_of)
   if name == 'grpo':
     loss = grpo_objective(
@@ -303,6 +336,13 @@ def test_an_unknown_granularity_is_refused_at_the_door():
       ["MODEL = 'model'", "openvla_env.pretrained.logp_of = 'tokens'"],
       'unused',
     )
+
+
+def test_values_of_actions_need_ratios_of_actions_or_tokens():
+  with pytest.raises(ValueError, match="set logp_of to 'action' or 'token'"):
+    gaussian_policy.policy(SPACE, value_of='action')
+  with pytest.raises(ValueError, match="'actions', and .* 'action' or 'chunk'"):
+    gaussian_policy.policy(SPACE, logp_of='token', value_of='actions')
 
 
 def test_a_head_without_probabilities_has_none_of_tokens():

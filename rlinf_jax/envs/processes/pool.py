@@ -234,7 +234,7 @@ class EnvPool:
       success=m.success_N[row_B],
       steps=m.steps_N[row_B],
       env_failed=failed_B,
-      chunk_return=reward_BC.sum(1, dtype=np.float32),
+      action_reward=reward_BC,
       chunk_success=m.chunk_success_N[row_B],
     )
 

@@ -166,7 +166,6 @@ def step_stage(env: env_lib.Env, first: bool, last: bool) -> stages.Stage:
   saves = env.save is not None
 
   def shapes(state, env_action):
-    del env_action
     token = state.token if saves and first else state
     B = token.shape[0]
     state = (
@@ -174,8 +173,19 @@ def step_stage(env: env_lib.Env, first: bool, last: bool) -> stages.Stage:
     )
     obs = _rows(env.obs_spec, B)
     row = jax.ShapeDtypeStruct((B,), jnp.float32)
-    rows = [row] * (len(env_lib.TimeStep._fields) - 6)
-    return state, env_lib.TimeStep(obs, row, row, row, obs, *rows)
+    chunk = env_action.shape[1] if len(env_action.shape) > 2 else 1
+    return state, env_lib.TimeStep(
+      obs,
+      reward=row,
+      terminated=row,
+      truncated=row,
+      final_obs=obs,
+      success=row,
+      steps=row,
+      env_failed=row,
+      action_reward=jax.ShapeDtypeStruct((B, chunk), jnp.float32),
+      chunk_success=row,
+    )
 
   def step(state, env_action):
     token = env.load(*state) if saves and first else state

@@ -17,6 +17,7 @@ def policy(
   chunk: ranges.PositiveInt = 1,
   critic: bool = True,
   logp_of: granularity.LogpOf = 'chunk',
+  value_of: granularity.ValueOf = 'chunk',
   camera_encoder: cnn.Config = cnn.Config(),
   ignored: tuple[str, ...] = (),
 ) -> base.Policy:
@@ -32,6 +33,7 @@ def policy(
     chunk: steps that are decided at a time, as in `gaussian_policy.policy`.
     critic: whether the policy has a critic.
     logp_of: what has a log-probability, see `granularity`; a token is a choice.
+    value_of: what has a value, likewise.
     camera_encoder: the network of each camera, if there are images.
     ignored: names of observations that the policy does not read.
 
@@ -46,12 +48,13 @@ def policy(
     )
   choices = env.action_choices * chunk
   reduce = granularity.reducer(logp_of, chunk)
+  Z = granularity.num_values(value_of, logp_of, chunk)
   config = mlp.Config(sum(choices), width, width)
   networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
     mlp.Logits(config),
-    mlp.Critic(config) if critic else None,
+    mlp.Critic(config, Z) if critic else None,
   )
 
   def log_probabilities(params, x):

@@ -103,6 +103,7 @@ def policy(
   exploration: Exploration = Exploration(),
   critic: bool = True,
   logp_of: granularity.LogpOf = 'chunk',
+  value_of: granularity.ValueOf = 'chunk',
   camera_encoder: cnn.Config = cnn.Config(),
   ignored: tuple[str, ...] = (),
 ) -> base.Policy:
@@ -120,6 +121,7 @@ def policy(
     exploration: how actions are sampled.
     critic: whether the policy has a critic.
     logp_of: what has a log-probability, see `of_networks`.
+    value_of: what has a value, see `granularity`.
     camera_encoder: the network of each camera, if there are images.
     ignored: names of observations that the policy does not read.
 
@@ -127,11 +129,12 @@ def policy(
     ValueError: if the network cannot read an observation.
   """
   A = len(env.action_low) * chunk
+  Z = granularity.num_values(value_of, logp_of, chunk)
   networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
     Velocity(D=width, F=width, spread=exploration.kind == 'noise'),
-    mlp.Critic(mlp.Config(A, width, width)) if critic else None,
+    mlp.Critic(mlp.Config(A, width, width), Z) if critic else None,
     jnp.zeros(A),
     jnp.zeros(()),
   )

@@ -23,6 +23,7 @@ def policy(
   state_dependent_std: bool = False,
   critic: bool = True,
   logp_of: granularity.LogpOf = 'chunk',
+  value_of: granularity.ValueOf = 'chunk',
   camera_encoder: cnn.Config = cnn.Config(),
   ignored: tuple[str, ...] = (),
 ) -> base.Policy:
@@ -51,6 +52,7 @@ def policy(
     critic: whether the policy has a critic.
     logp_of: what has a log-probability, see `granularity`; a token is a number
       of an action. Not for SAC, which takes that of the whole.
+    value_of: what has a value, likewise.
     camera_encoder: the network of each camera, if there are images.
     ignored: names of observations that the policy does not read, such as an
       instruction that never changes.
@@ -64,12 +66,13 @@ def policy(
       f"`bounding` must be 'clip' or 'tanh', and is {bounding!r}."
     )
   low, high = action_range.bounds(env, chunk)
+  Z = granularity.num_values(value_of, logp_of, chunk)
   config = mlp.Config(low.shape[0], width, width, init_std, state_dependent_std)
   networks = shared_encoder.networks(
     cnn.encoder(env.obs_spec, camera_encoder, ignored),
     env.obs_spec,
     mlp.Actor(config),
-    mlp.Critic(config) if critic else None,
+    mlp.Critic(config, Z) if critic else None,
   )
   squash = bounding == 'tanh'
   reduce = granularity.reducer(logp_of, chunk)

@@ -62,13 +62,22 @@ class Logits(nn.Module):
 
 
 class Critic(nn.Module):
-  """Value of an observation."""
+  """Value of an observation, or one of each action of a chunk.
+
+  Attributes:
+    config: sizes of the hidden layers.
+    Z: number of values; None for one, without a dimension.
+  """
 
   config: Config
+  Z: int | None = None
 
   @nn.compact
   def __call__(self, obs):
-    """`[…, O] -> […]`."""
+    """`[…, O] -> […]`, or `[…, Z]`."""
+    if self.Z is not None:
+      shape = self.config.F, self.Z
+      return layer(self, _hidden(self, obs), 'out', 'FZ', shape, 1.0)
 
     def initial(key, shape):
       return nn.initializers.orthogonal(1.0)(key, (*shape, 1))[:, 0]

@@ -207,7 +207,7 @@ def action_logits(config: Config, params, x_BTD):
 
 
 def values(config: Config, params, x_B1D):
-  """Values [B] by the head of the critic, from the states of one position."""
+  """Values [B] or [B, Z] by the critic's head, from states of one position."""
   head = {
     'norm_D': params['llama']['norm_D'],
     base.CRITIC: params[base.CRITIC],

@@ -226,7 +226,8 @@ def adapt(
 
   def value(params, obs):
     leading = tree_paths.flatten(obs)[camera].shape[:-3]
-    return own.value(params, observe(obs)).reshape(leading)
+    values = own.value(params, observe(obs))
+    return values.reshape(*leading, *values.shape[1:])
 
   def imitation_loss(params, obs, action, key_B, *, train=False):
     action_range.check_chunk(action, chunk)

@@ -19,6 +19,7 @@ def policy(
   stats: action_tokens.ActionStats,
   *,
   logp_of: granularity.LogpOf = 'chunk',
+  value_of: granularity.ValueOf = 'chunk',
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
   state_stats: action_tokens.ActionStats | None = None,
@@ -39,6 +40,7 @@ def policy(
     config: the model.
     stats: statistics of the actions of its data set.
     logp_of: what has a log-probability, see `granularity`.
+    value_of: what has a value, likewise.
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the
       normalized state that predicts the first token.
@@ -58,6 +60,7 @@ def policy(
   l1 = config.head == 'l1'
   head = _l1_head(config) if l1 else _token_head(config, sampling)
   reduce = granularity.reducer(logp_of, config.Z)
+  Z = granularity.num_values(value_of, logp_of, config.Z)
 
   augmented = _augmented(config) if augment else None
 
@@ -70,7 +73,7 @@ def policy(
   def init(key):
     params = openvla_oft.init_params(config, key)
     if critic:
-      params[base.CRITIC] = value_model.init_head(llama)
+      params[base.CRITIC] = value_model.init_head(llama, Z)
     return params
 
   def act(params, obs, key_B, *, group_size=1, greedy=False):
@@ -84,10 +87,10 @@ def policy(
     x_NTD = states(params, jax.tree.map(lambda x: x[::group_size], obs))
     x_BTD = jnp.repeat(x_NTD, group_size, axis=0)
     logp_BT, entropy_BT = head.score(params, x_BTD, action_BT)
-    value_B = None
+    values = None
     if critic:
-      value_B = openvla.values(config.openvla, params, x_BTD[:, :1])
-    return base.Evaluation(reduce(logp_BT), reduce(entropy_BT), value_B)
+      values = openvla.values(config.openvla, params, x_BTD[:, :1])
+    return base.Evaluation(reduce(logp_BT), reduce(entropy_BT), values)
 
   def value(params, obs):
     x_BTD = states(params, obs)

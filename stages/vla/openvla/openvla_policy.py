@@ -46,6 +46,7 @@ def policy(
   *,
   chunk: ranges.PositiveInt = 1,
   logp_of: granularity.LogpOf = 'chunk',
+  value_of: granularity.ValueOf = 'chunk',
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
 ) -> base.Policy:
@@ -63,6 +64,7 @@ def policy(
       actions of a chunk, one action after the other.
     chunk: number of actions that are decided in a step.
     logp_of: what has a log-probability, see `granularity`.
+    value_of: what has a value, likewise.
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the
       normalized state that predicts the first token.
@@ -71,11 +73,12 @@ def policy(
   model = transformer.Transformer(llama)
   A = len(stats.q01)
   reduce = granularity.reducer(logp_of, chunk)
+  Z = granularity.num_values(value_of, logp_of, chunk)
 
   def init(key):
     params = openvla.init_params(config, key)
     if critic:
-      params[base.CRITIC] = value_model.init_head(llama)
+      params[base.CRITIC] = value_model.init_head(llama, Z)
     return params
 
   def act(params, obs: Observation, key_B, *, group_size=1, greedy=False):
@@ -93,8 +96,8 @@ def policy(
     bin_BA = action_BA - config.tokens.start
     logit_BAV = sample.shape(logit_BAV, sampling, keep_BT=bin_BA)
     logp, entropy = sample.logp(logit_BAV, bin_BA), sample.entropy(logit_BAV)
-    value_B = openvla.values(config, params, x_BAD[:, :1]) if critic else None
-    return base.Evaluation(reduce(logp), reduce(entropy), value_B)
+    values = openvla.values(config, params, x_BAD[:, :1]) if critic else None
+    return base.Evaluation(reduce(logp), reduce(entropy), values)
 
   def value(params, obs: Observation):
     prefix = _prefix(config, params, obs, 1)

@@ -17,18 +17,20 @@ class Critic(NamedTuple):
     width: of its hidden layers.
     tokens: whose activations it reads; 1 for their mean.
     config: sizes of the model.
+    Z: number of values, as of `mlp.Critic`.
   """
 
   width: int
   tokens: int
   config: pi0.Config
+  Z: int | None = None
 
   def init(self, key):
     """Random parameters."""
     return self._network().init(key, jnp.zeros(self._features()))['params']
 
   def value(self, params, context):
-    """Values of rows, in the leading dimensions of the state."""
+    """Values of rows, in the leading dimensions of the state, and [Z]."""
     prefix, state = context
     weight = prefix.mask[:, :, None].astype(state.dtype)
     output = jax.lax.stop_gradient(prefix.output).astype(state.dtype) * weight
@@ -44,4 +46,4 @@ class Critic(NamedTuple):
 
   def _network(self) -> mlp.Critic:
     sizes = mlp.Config(self._features(), self.config.A, self.width, self.width)
-    return mlp.Critic(sizes)
+    return mlp.Critic(sizes, self.Z)

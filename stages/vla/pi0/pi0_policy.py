@@ -41,6 +41,7 @@ def policy(
   num_steps: ranges.PositiveInt = 4,
   exploration: flow_policy.Exploration = flow_policy.Exploration(),
   logp_of: granularity.LogpOf = 'chunk',
+  value_of: granularity.ValueOf = 'chunk',
   expert_only: bool = False,
   lora: lora_lib.Lora | None = None,
   critic: bool = True,
@@ -81,6 +82,7 @@ def policy(
       the expert, `pi0_noise.Spread`.
     logp_of: what has a log-probability, as in `flow_policy.of_networks`: the
       chunk of executed actions, each of them, or each number.
+    value_of: what has a value, see `granularity`.
     expert_only: whether all but the expert and the critic is frozen.
     lora: adapters of the trunk, whose weights are then frozen with the vision
       tower, while the expert is trained in full; None or rank 0 for none.
@@ -113,7 +115,10 @@ def policy(
   if critic:
     length = _prefix_length(encode, config, env)
     head = pi0_critic.Critic(
-      critic_width, 1 if critic_reads == 'mean' else length, config
+      critic_width,
+      1 if critic_reads == 'mean' else length,
+      config,
+      granularity.num_values(value_of, logp_of, Z),
     )
   spread = None
   if exploration.kind == 'noise':

@@ -143,6 +143,10 @@ def test_a_chunk_is_its_steps_up_to_the_end_of_the_episode(make):
   for chunk_reward, reward in zip(got.reward, rewards, strict=True):
     weight = discount ** np.arange(len(reward))
     np.testing.assert_allclose(chunk_reward, weight @ reward, rtol=1e-5)
+  of_actions = np.append(single.reward[:5], np.zeros((1, 8)), 0)
+  np.testing.assert_allclose(
+    np.moveaxis(got.action_reward, 1, 2).reshape(6, 8), of_actions, rtol=1e-5
+  )
   np.testing.assert_allclose(
     got.final_obs[1], single.final_obs[4], rtol=1e-5, atol=1e-6
   )

@@ -9,7 +9,11 @@ import claims
 from stages import base, metrics
 from stages.envs import env as env_lib
 from stages.envs import episode_stats
-from stages.workflows.embodied_ppo import compute_advantages, describe
+from stages.workflows.embodied_ppo import (
+  compute_advantages,
+  describe,
+  whiten_advantages,
+)
 from tests.stages.learn import ppo_cases
 
 GAMMA, LAMBDA = 0.9, 0.8
@@ -164,3 +168,109 @@ def test_a_step_that_a_simulator_lost_teaches_nothing(in_float64):
   short[1].truncated[:, 3] = 1.0 - short[1].terminated[:, 3]
   want = with_advantages(*short).advantage
   np.testing.assert_allclose(result.advantage[:, :4], want, atol=1e-12)
+
+
+class CriticOfActions:
+  """The observation has Z numbers, which are the values of its actions."""
+
+  @staticmethod
+  def value(params, obs):
+    del params
+    return obs
+
+
+def in_chunks(B=200, T=5, Z=3, seed=0):
+  """Random episodes in chunks of Z actions, with a value of each action."""
+  rng = np.random.default_rng(seed)
+  _, timestep = layouts(B, T, seed)
+  done = timestep.terminated + timestep.truncated
+  obs, final_obs, reward = rng.normal(size=(3, B, T, Z))
+  final_obs[:, :-1][done[:, :-1] == 0] = obs[:, 1:][done[:, :-1] == 0]
+  # A chunk is cut short by the end of its episode alone.
+  steps = np.where(done > 0, rng.integers(1, Z + 1, (B, T)), Z)
+  reward[np.arange(Z) >= steps[..., None]] = 0.0
+  timestep = timestep._replace(
+    final_obs=final_obs, steps=steps.astype(float), action_reward=reward
+  )
+  none = np.zeros((B, T))
+  return base.Experience(obs, none, none, none + 1, none), timestep
+
+
+def test_advantages_of_actions_are_those_of_single_steps(in_float64):
+  x, timestep = in_chunks()
+  estimate = jax.jit(
+    lambda *given: compute_advantages(
+      CriticOfActions, GAMMA, LAMBDA, True, None, (), *given
+    )
+  )
+  got = estimate(*as_jax((x, timestep)))
+  for i in range(len(x.obs)):
+    executed = np.arange(x.obs.shape[2]) < timestep.steps[i][:, None]
+    last = np.arange(x.obs.shape[2]) == timestep.steps[i][:, None] - 1
+    # The row as if each action had been a step.
+    single = lambda y, executed=executed: y[executed]
+    of_step = lambda y, last=last: single(np.where(last, y[i][:, None], 0.0))
+    value_T = single(x.obs[i])
+    final_T = np.append(value_T[1:], 0.0)
+    is_last = single(last) > 0
+    final_T[is_last] = timestep.final_obs[i][:, 0]
+    row = timestep._replace(
+      reward=single(timestep.action_reward[i]),
+      terminated=of_step(timestep.terminated),
+      truncated=of_step(timestep.truncated),
+      success=of_step(timestep.success),
+      final_obs=final_T[:, None],
+      steps=np.ones(len(value_T)),
+    )
+    want_T = brute_force(value_T, row, on_success=True)
+    np.testing.assert_allclose(
+      np.asarray(got['advantage'][i])[executed], want_T, atol=1e-12
+    )
+  np.testing.assert_array_equal(got['return_'], got['advantage'] + x.obs)
+
+
+def test_a_chunk_that_a_simulator_lost_teaches_nothing(in_float64):
+  x, timestep = in_chunks(20)
+  lost = np.zeros_like(timestep.reward)
+  lost[:, 2] = timestep.truncated[:, 2] = 1.0
+  timestep.terminated[:, 2], timestep.steps[:, 2] = 0.0, 1.0
+  got = compute_advantages(
+    CriticOfActions,
+    GAMMA,
+    LAMBDA,
+    False,
+    None,
+    (),
+    *as_jax((x, timestep._replace(env_failed=lost))),
+  )
+  assert (got['advantage'][:, 2] == 0).all() and (got['mask'][:, 2] == 0).all()
+  # The chunk before is as if time had been up then.
+  short = jax.tree.map(lambda y: y[:, :2], (x, timestep))
+  short[1].truncated[:, 1] = 1.0 - short[1].terminated[:, 1]
+  want = compute_advantages(
+    CriticOfActions, GAMMA, LAMBDA, False, None, (), *as_jax(short)
+  )
+  executed = np.arange(3) < short[1].steps[..., None]
+  difference = np.asarray(got['advantage'][:, :2] - want['advantage'])
+  np.testing.assert_allclose(difference[executed], 0.0, atol=1e-12)
+
+
+def test_metrics_and_whitening_count_executed_actions():
+  x, timestep = in_chunks(50)
+  estimated = compute_advantages(
+    CriticOfActions, GAMMA, LAMBDA, False, None, (), *as_jax((x, timestep))
+  )
+  x = x._replace(**estimated)
+  executed = np.arange(3) < timestep.steps[..., None]
+  _, ended = episode_stats.update(episode_stats.init(50), as_jax(timestep))
+  numbers, _ = metrics.read(describe(x, as_jax(timestep), ended))
+  np.testing.assert_allclose(
+    numbers['rollout/reward_mean'],
+    timestep.action_reward[executed].mean(),
+    rtol=1e-5,
+  )
+  whitened = np.asarray(
+    whiten_advantages(x.advantage, x.mask, x.reward, x.steps)
+  )[executed]
+  np.testing.assert_allclose(whitened.mean(), 0.0, atol=1e-5)
+  np.testing.assert_allclose(whitened.std(ddof=1), 1.0, rtol=1e-3)

@@ -251,8 +251,8 @@ def test_a_chunk_ends_with_the_episode(make):
     timestep.reward, [1 + 2 / 2 + 3 / 4 + 4 / 8, 1 + counting.WIN / 2, 0]
   )
   np.testing.assert_array_equal(timestep.terminated, [0, 1, 0])
-  np.testing.assert_array_equal(timestep.chunk_return[0], 1 + 2 + 3 + 4)
-  np.testing.assert_array_equal(timestep.chunk_return[2], 0)
+  np.testing.assert_array_equal(timestep.action_reward[0], [1, 2, 3, 4])
+  np.testing.assert_array_equal(timestep.action_reward[2], 0)
   np.testing.assert_array_equal(timestep.success, [0, 1, 0])
   np.testing.assert_array_equal(timestep.chunk_success, [0, 1, 0])
   np.testing.assert_array_equal(timestep.env_failed, [0, 0, 1])

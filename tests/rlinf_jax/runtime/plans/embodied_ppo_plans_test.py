@@ -122,11 +122,15 @@ def ppo_of_choices():
 
 @functools.cache
 def ppo_of_tokens():
-  """PPO with a ratio of each number of a chunk, which episodes cut short."""
+  """PPO with ratios of tokens and values of actions, in chunks."""
   return workflows.embodied_ppo(
     action_chunks.chunked(jax_envs.line(), 2, 0.9),
     functools.partial(
-      gaussian_policy.policy, width=4, chunk=2, logp_of='token'
+      gaussian_policy.policy,
+      width=4,
+      chunk=2,
+      logp_of='token',
+      value_of='action',
     ),
     KEEP,
     num_envs=ROWS,
