@@ -14,6 +14,8 @@ import signal
 import sys
 from typing import Any, NamedTuple
 
+from rlinf_jax.system import sigterm
+
 MAX_REPLY = 2**20  # Bytes of a result.
 
 
@@ -39,13 +41,7 @@ def main():
   # Ctrl-C reaches all processes of a terminal, and a scheduler's SIGTERM all of
   # a job: the trainer finishes its step first, with all of its rewards.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  # Programs inherit SIG_IGN: the function could not terminate its own.
-  signal.signal(signal.SIGTERM, _go_on)
-  os.register_at_fork(
-    before=_block_sigterm,
-    after_in_parent=_unblock_sigterm,
-    after_in_child=_end_by_sigterm,
-  )
+  sigterm.go_on()
   try:
     module, name, limits = pipe.recv()
     try:
@@ -106,21 +102,3 @@ def _plain(value: Any) -> float | str:
 
 def _raise_late(*_):
   raise _Late
-
-
-def _go_on(*_):
-  """Handles a signal by doing nothing."""
-
-
-def _block_sigterm():
-  signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-
-
-def _unblock_sigterm():
-  signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-
-
-def _end_by_sigterm():
-  """Lets SIGTERM end a fork, also one that was sent as it began."""
-  signal.signal(signal.SIGTERM, signal.SIG_DFL)
-  _unblock_sigterm()

@@ -20,6 +20,7 @@ import numpy as np
 
 from rlinf_jax.envs import simulator
 from rlinf_jax.envs.processes import shared_memory as shared_memory_lib
+from rlinf_jax.system import sigterm
 
 # Errors of foreign code, which may even call `exit`.
 FOREIGN_ERRORS = Exception, SystemExit
@@ -333,8 +334,8 @@ def main():
   die_with_parent(lifeline)
   # Ctrl-C reaches all processes of a terminal, and a scheduler's SIGTERM all of
   # a job: the parent finishes its step first, and then ends this process.
-  for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  sigterm.go_on()
   faulthandler.enable()
   with contextlib.suppress(EOFError), connection.Connection(socket) as parent:
     try:

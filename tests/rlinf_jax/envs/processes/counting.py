@@ -6,7 +6,7 @@ from rlinf_jax.envs import simulator
 
 TOY = 'env_toys:toys/Count-v0'
 RAISE, KILL, HANG, NAN, BAD_RESET, HANG_RESET = 10, 20, 30, 40, 50, 60
-KILL_AGAIN, OVERPAID, WIN = 70, 80, -11
+KILL_AGAIN, OVERPAID, START, WIN = 70, 80, 90, -11
 
 
 def act(pool, token, *numbers):

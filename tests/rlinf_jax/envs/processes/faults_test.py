@@ -132,6 +132,13 @@ def test_a_worker_ignores_signals_until_its_parent_ends(make, number):
       os.kill(pid, 0)
 
 
+def test_a_program_that_a_simulator_starts_is_ended_by_terminate(make):
+  pool, messages = make(2, 1)
+  token, _ = pool.init(np.arange(2))
+  counting.act(pool, token, counting.START, 0)
+  assert not pool.failed_episodes and not messages
+
+
 def test_only_the_environment_that_cannot_be_restored_is_lost(
   make, tmp_path, monkeypatch
 ):
