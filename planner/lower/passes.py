@@ -9,7 +9,7 @@ from planner.lower import cut, order, program
 
 
 def lower(
-  flow: graph.Flow, plan, cost=None, resident=None
+  flow: graph.Flow, plan, cost=None, resident=None, idle=None
 ) -> tuple[graph.Flow, dict[str, tuple[program.Instruction, ...]]]:
   """Returns the flow as the plan cuts and orders it, and all programs.
 
@@ -19,6 +19,7 @@ def lower(
     cost: costs of its nodes, which decide the order of ready nodes. None for
       the plan's own order; if it has none, all costs are equal.
     resident: as in `program.lower`.
+    idle: likewise.
 
   Raises:
     ValueError: for a plan that the flow cannot follow.
@@ -28,7 +29,7 @@ def lower(
     flow = order.arranged(flow, plan.order)
   elif has_choice(flow, plan):
     flow = order.order(flow, plan, cost or cost_lib.UNIT)
-  return flow, program.lower(flow, plan, resident)
+  return flow, program.lower(flow, plan, resident, idle)
 
 
 def with_order(flow: graph.Flow, plan, cost) -> plan_lib.Plan:

@@ -130,6 +130,10 @@ def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
     for place, (values, _) in part.items():
       given = [before[v] for v in values if v in body.inputs]
       reads[place].update(dict.fromkeys(given))
+  # What ends the loop, at every place.
+  for v in set(body.outputs).intersection(body.inputs):
+    for given in reads.values():
+      given[before[v]] = None
   return {
     place: Part(tuple(reads[place]), tuple(writes[place])) for place in reads
   }
@@ -240,7 +244,7 @@ def _early(flow: graph.Flow) -> dict[int | None, list[int]]:
 
 
 def lower(
-  flow: graph.Flow, plan, resident=None, loop: bool = False
+  flow: graph.Flow, plan, resident=None, idle=None, loop: bool = False
 ) -> dict[str, tuple]:
   """Returns the program of every place.
 
@@ -255,6 +259,8 @@ def lower(
     plan: the plan.
     resident: the places that hold each carried value, if another flow decides
       that; `homes` of this flow if None.
+    idle: the carried values that are in host memory from call to call, if
+      another flow decides that; `offloading.private` of this flow if None.
     loop: whether the flow is a loop's body, whose output is sent to all places
       and decides whether the loop ends.
 
@@ -297,7 +303,7 @@ def lower(
       writer.fetch(end, place)
       writer.add(place, Keep(end, start))
   own = offloading.private(flow, plan.offload)
-  idle = frozenset((*own, *own.values()))
+  idle = frozenset((*own, *own.values()) if idle is None else idle)
   streamed = offloading.streamed(flow, plan.offload)
   programs = {}
   for place, ops in writer.programs.items():

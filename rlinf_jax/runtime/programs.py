@@ -10,7 +10,7 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from planner.lower import passes
+from planner.lower import offloading, passes
 from planner.lower import program as program_lib
 
 
@@ -49,8 +49,16 @@ def lower(
   if evaluate:
     uncut = dataclasses.replace(plan, pieces=1, order=())
     resident = lowered['step'].resident
-    lowered['evaluate'] = _lower(evaluate, uncut, resident)
+    idle = _idle(step, evaluate, plan)
+    lowered['evaluate'] = _lower(evaluate, uncut, resident, idle)
   return lowered
+
+
+def _idle(step, evaluate, plan) -> frozenset[int]:
+  """The values of an evaluation that steps leave in host memory."""
+  own = offloading.private(step, plan.offload)
+  pairs = zip(step.carry, evaluate.carry, strict=True)
+  return frozenset(value for (start, _), (value, _) in pairs if start in own)
 
 
 def lower_like(
@@ -81,13 +89,13 @@ def lower_like(
   return _lower(step, plan, traced.resident)
 
 
-def _lower(flow, plan, resident=None) -> Lowered:
+def _lower(flow, plan, resident=None, idle=None) -> Lowered:
   starts = [start for start, _ in flow.carry]
   if resident is not None:
     resident = dict(zip(starts, resident, strict=True))
   # Residence is a property of the uncut flow: pieces do not change it.
   resident = resident or program_lib.homes(flow, plan)
-  cut, programs = passes.lower(flow, plan, resident=resident)
+  cut, programs = passes.lower(flow, plan, resident=resident, idle=idle)
   return Lowered(cut, programs, tuple(resident[start] for start in starts))
 
 

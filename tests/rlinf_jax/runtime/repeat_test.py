@@ -85,6 +85,30 @@ def test_a_loop_ends_in_the_same_round_on_every_place(sketch):
   runtime.close()
 
 
+@pytest.mark.parametrize('given', [True, False])
+def test_a_boolean_that_a_loop_is_given_ends_it_on_every_place(given):
+  def body(carry, done):
+    n, x_B = carry
+    n, _ = loops.count(n, n)
+    return (n, loops.halve(x_B)), done
+
+  loop = repeat.Repeat(body, 'loop', at_most=3)
+
+  def step(state, inputs):
+    x_B, done = inputs
+    return state, loop((loops.zero(state), x_B), done)
+
+  state, inputs = jnp.int32(1), (jnp.arange(8.0), jnp.bool_(given))
+  flow = loops.trace(step, state, inputs)
+  sketch = SKETCHES['one place per stage']
+  sketch = sketch | {'stages': {'count': 'a', 'halve': 'b', '*': 'c'}}
+  runtime = runtime_of(flow, plan_lib.parse(sketch, flow.stages), state)
+  n, x_B = runtime.step(*inputs)
+  assert n == (1 if given else 3)
+  np.testing.assert_array_equal(x_B, inputs[0] / 2 ** int(n))
+  runtime.close()
+
+
 def test_an_error_in_a_loop_names_the_round():
   def twice(n):
     if n > 1:

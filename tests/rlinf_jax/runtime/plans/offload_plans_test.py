@@ -3,16 +3,19 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import claims
 import in_memory
+from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import local
 import saved
 from sharding import offload, slices
+import stages
 from stages import workflows
 from stages.learn import optimizers
 import tiny
@@ -120,3 +123,57 @@ def test_loading_a_state_leaves_the_callers_arrays_alone():
     np.testing.assert_array_equal(x, y)
   for some in (one, other):
     some.close()
+
+
+@stages.stage('move', 'batch')
+def move(w, x):
+  return 0.9 * w + x
+
+
+@stages.stage('act', 'batch')
+def act(w, x):
+  return w * x
+
+
+@stages.stage('measure', 'batch')
+def measure(w):
+  return w.sum()
+
+
+def step(state, x, key):
+  """Replaces one array, and reads both."""
+  del key
+  made = {'both': act(state['w'], x), 'fixed': act(state['fixed'], x)}
+  return state | {'w': move(state['w'], x)}, made
+
+
+def evaluate(state, x, key):
+  """Reads both with a stage of steps, and with one of its own."""
+  del key
+  return state, {k: (act(w, x), measure(w)) for k, w in state.items()}
+
+
+@pytest.mark.parametrize(
+  'offloaded', [('act',), ('move',), ('act', 'move')], ids=' '.join
+)
+@pytest.mark.parametrize('measured_at', 'ab')
+def test_evaluations_read_what_steps_leave_in_host_memory(
+  offloaded, measured_at
+):
+  state, x = {'w': jnp.ones(4), 'fixed': jnp.arange(4.0)}, jnp.arange(4.0)
+  key = jax.random.key(0)
+  flows = [flow_lib.trace(fn, state, x, key) for fn in (step, evaluate)]
+  sketch = {
+    'places': {'a': {'devices': [0]}, 'b': {'devices': [1]}},
+    'stages': {'measure': measured_at, '*': 'a'},
+    'offload': offloaded,
+  }
+  plan = plan_lib.parse(sketch, dict.fromkeys(flows[0].stages + ('measure',)))
+  runtime = local.LocalRuntime(plan, step=flows[0], evaluate=flows[1])
+  in_memory.start(runtime, state)
+  for _ in range(2):
+    tiny.assert_same_bits(runtime.evaluate(x, key), evaluate(state, x, key)[1])
+    state, want = step(state, x, key)
+    tiny.assert_same_bits(runtime.step(x, key), want)
+  tiny.assert_same_bits(in_memory.state(runtime), state)
+  runtime.close()
