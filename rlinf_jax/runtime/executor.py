@@ -213,6 +213,10 @@ class Executor:
 
   def put_output(self, call: StepCall, v: int, x):
     """Stores an output of a call; the last one completes its future."""
+    flow = self.lowered[call.flow].flow
+    if call.flow == 'evaluate' and v in flow.constants:
+      # Evaluations only read the state, and the next step overwrites it.
+      x = jax.device_put(x, x.sharding, may_alias=False)
     with self._lock:
       call.outputs[v] = x
       call.missing.discard(v)

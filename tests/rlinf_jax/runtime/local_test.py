@@ -90,6 +90,23 @@ def test_a_state_read_as_numpy_outlives_the_next_step():
   np.testing.assert_array_equal(view, kept)
 
 
+def test_a_state_that_an_evaluation_returns_outlives_the_next_step():
+  def step(state, x, key):
+    return small_learner.apply(state, {'w': state['m']}), ()
+
+  given = small_learner.STATE, small_learner.BATCH, small_learner.KEY
+  flows = [
+    flow.trace(fn, *given) for fn in (step, lambda state, *_: (state, state))
+  ]
+  planned = local.LocalRuntime(
+    plan.one_place(flows[0].stages), step=flows[0], evaluate=flows[1]
+  )
+  in_memory.start(planned, small_learner.STATE)
+  found = planned.evaluate(*given[1:])
+  planned.step(*given[1:])
+  tiny.assert_same_bits(found, small_learner.STATE)
+
+
 def test_a_batch_is_never_overwritten():
   planned = small_learner.ready(
     small_learner.learner(small_learner.judge(small_learner.first_column))
