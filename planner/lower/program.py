@@ -130,7 +130,7 @@ def _of_loop(node: graph.Node, plan) -> dict[str, Part]:
     for place, (values, _) in part.items():
       given = [before[v] for v in values if v in body.inputs]
       reads[place].update(dict.fromkeys(given))
-  # What ends the loop, at every place.
+  # Every place reads the boolean that ends the loop.
   for v in set(body.outputs).intersection(body.inputs):
     for given in reads.values():
       given[before[v]] = None
