@@ -181,8 +181,10 @@ def one_line(flow: graph.Flow, plan) -> str:
   for name, place in plan.places.items():
     stages = [s for s in flow.stages if plan.stages[s] == name]
     mesh = ' '.join(f'{axis}={size}' for axis, size in place.axes)
-    devices = f'{len(place.devices)} {mesh}'.rstrip()
-    parts.append(f'[{" ".join(stages)}] on {devices}')
+    count = len(place.devices)
+    devices = f'{count} device{"s" * (count > 1)}'
+    axes = f' ({mesh})' if mesh else ''
+    parts.append(f'[{" ".join(stages)}] on {devices}{axes}')
   parts += [f'{plan.pieces} pieces'] * (plan.pieces > 1)
   parts += [f'{s} {n} rows at a time' for s, n in plan.micro_batch.items()]
   parts += [f'{s} remat {policy}' for s, policy in plan.remat.items()]

@@ -26,12 +26,17 @@ def at_most(share: float) -> str:
 
 
 def known(shares: Mapping[str, float]) -> str:
-  """Says how much of a step is measured, modeled and assumed."""
-  return (
-    f'Of the seconds of its calls, {100 * shares["measured"]:.0f} % are '
-    f'measured, {100 * shares["modeled"]:.0f} % modeled and '
-    f'{100 * shares["assumed"]:.0f} % assumed.'
-  )
+  """Says how much of a step is measured, modeled and assumed.
+
+  Args:
+    shares: of the seconds of its calls, by how they are known.
+  """
+  percents = {tag: round(100 * share) for tag, share in shares.items()}
+  some = {tag: n for tag, n in percents.items() if n}
+  if len(some) < 2:
+    return f'The seconds of its calls are {"".join(some) or "zero"}.'
+  parts = ', '.join(f'{n} % {tag}' for tag, n in some.items())
+  return f'The seconds of its calls: {parts}.'
 
 
 def guess(data: Mapping[str, Any]) -> list[str]:

@@ -38,6 +38,7 @@ TRAINING_COUNTERPARTS = {
   'eval/accuracy': ('rollout/accuracy', 'training prompts, sampled'),
   'eval/success_once': ('env/success_once', 'training, sampled'),
   'eval/return': ('env/return', 'training, sampled'),
+  'eval/loss': ('train/loss', 'training'),
 }
 MAX_SHARES = 8  # Rows of the table of shares; other stages are summed.
 THIRD, TWO_THIRDS, WHOLE = 325, 703, 1082  # Pixels inside of cards.
@@ -149,7 +150,8 @@ def _headline_card(
   colors, lines = {}, []
   counterpart, label = TRAINING_COUNTERPARTS.get(name, ('', ''))
   if counterpart in run.series:
-    colors = {'held out, greedy': 1, label: 2}
+    greedy = '' if name == 'eval/loss' else ', greedy'
+    colors = {f'held out{greedy}': 1, label: 2}
     lines = [charts.Curve(*run.series[counterpart], 2)]
   is_evaluation = name.startswith('eval/')
   change = summary.first_and_last(run, name)
@@ -200,16 +202,17 @@ def _curve_cards(run: run_folder.Run) -> str:
     if not series:
       continue
     colors = {label: i for i, label in enumerate(series, 1) if label}
-    lines = [charts.Curve(*s, i) for i, s in enumerate(series.values(), 1)]
+    lines = [
+      charts.Curve(*s, i, points=names[label].startswith('eval/'))
+      for i, (label, s) in enumerate(series.items(), 1)
+    ]
     last = next(iter(series.values())).value[-1]
     picture = charts.curves(lines[::-1], width=THIRD, height=150)
     note = ' '.join([note, page.legend(colors)])
     cards.append(page.card(title, note, picture, summary.number(last), 'third'))
   if not cards:
     return ''
-  return (
-    f'<h2>Metrics of every step</h2><div class="grid">{"".join(cards)}</div>'
-  )
+  return f'<h2>Metrics</h2><div class="grid">{"".join(cards)}</div>'
 
 
 def _time_cards(run: run_folder.Run) -> str:

@@ -26,6 +26,7 @@ HEADLINES = (
   Headline('held-out accuracy', 'eval/accuracy', True),
   Headline('held-out success rate', 'eval/success_once', True),
   Headline('held-out return', 'eval/return', False),
+  Headline('held-out loss', 'eval/loss', False),
   Headline('accuracy on training prompts', 'rollout/accuracy', True),
   Headline('success rate in training', 'env/success_once', True),
   Headline('return in training', 'env/return', False),

@@ -37,14 +37,17 @@ EVALUATION = (
   'length {eval/response_length_mean:.1f}/{eval/response_length_max:.0f}',
   'episode length {eval/episode_length:.1f}',
 )
-# Of the seconds of a step: stages that take less are not named in its line.
+# Stages that take less of a step, or fewer seconds, are not named in its line.
 LEAST_SHARE = 0.01
+LEAST_SECONDS = 0.005  # Fewer are printed as 0.00.
 GAP = '  '  # Between the fields of a line.
 # Metrics that summarize evaluations, by name, and how they are formatted.
 SCORES = {
   'accuracy': ('eval/accuracy', '.1%'),
   'success': ('eval/success_once', '.1%'),
   'return': ('eval/return', '.2f'),
+  'loss': ('eval/loss', '.3f'),
+  'agreement': ('eval/agreement', '.1%'),
 }
 
 
@@ -180,11 +183,12 @@ def _seconds(values: Mapping[str, float], width: float) -> str:
   }
   total = sum(seconds.values())
   longest = sorted(seconds, key=seconds.__getitem__, reverse=True)
-  named = [x for x in longest if seconds[x] >= LEAST_SHARE * total]
+  least = max(LEAST_SHARE * total, LEAST_SECONDS)
+  named = [x for x in longest if seconds[x] >= least]
   while named:
     words = [f'{name} {seconds[name]:.2f}s' for name in named]
     other = total - sum(seconds[name] for name in named)
-    if other > LEAST_SHARE * total:
+    if other > least:
       words.append(f'other {other:.2f}s')
     if len(text := ' '.join(words)) <= width:
       return text

@@ -127,7 +127,7 @@ def measure(
 
     recipe = launch.Recipe(train, config.text(), str(folder), trace)
     return profiler.measure(recipe, state, inputs)
-  return flow_profile.measure(flows[0], state, inputs)
+  return flow_profile.measure(flows[0], state, inputs, print_line=print)
 
 
 def prepare_runtime(

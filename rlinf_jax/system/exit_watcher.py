@@ -25,10 +25,18 @@ import time
 ENDED = b'ended'  # Announces an end by Python's own means.
 SECONDS = 5.0  # That `announce` waits for the watcher to end.
 SENTENCE = (
-  'The process ended in the middle, with {}. Libraries end it by SIGABRT '
-  'where the system refuses them memory, and the system by SIGKILL where it '
-  'has none left: in these cases, make batches smaller or free memory. A '
-  'training run continues with --resume.'
+  'The process ended in the middle, with {}. {} A training run continues with '
+  '--resume.'
+)
+# Of signals by which other programs end a process.
+ASKED = dict.fromkeys(
+  ('SIGTERM', 'SIGHUP'),
+  'A scheduler, `timeout` or a closed terminal asked it to end.',
+)
+MEMORY = (
+  'Libraries end it by SIGABRT where the system refuses them memory, and the '
+  'system by SIGKILL where it has none left: in these cases, make batches '
+  'smaller or free memory.'
 )
 STILL = 600.0  # Seconds without work after which a run is reported.
 LEAST = 1e-3  # Share of a processor that counts as work.
@@ -119,7 +127,9 @@ def main(pid: int, still: float):
       since = None
       print(STANDS_STILL.format(still / 60, pid), file=sys.stderr, flush=True)
   if sys.stdin.buffer.read(len(ENDED)) != ENDED:
-    print(SENTENCE.format(_status(pid)), file=sys.stderr, flush=True)
+    status = _status(pid)
+    text = SENTENCE.format(status, ASKED.get(status, MEMORY))
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == '__main__':

@@ -1,7 +1,9 @@
 """Conversion between text and tokens, on the host."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+import contextlib
 import functools
+import logging
 import pathlib
 import unicodedata
 import zlib
@@ -52,9 +54,10 @@ def load_tokenizer(checkpoint: str):
       'not trust this checkpoint.'
     )
   try:
-    return transformers.AutoTokenizer.from_pretrained(
-      checkpoint, local_files_only=True, trust_remote_code=False
-    )
+    with _of_an_unknown_model():
+      return transformers.AutoTokenizer.from_pretrained(
+        checkpoint, local_files_only=True, trust_remote_code=False
+      )
   except BaseException as error:
     # A panic of the library in Rust is no Exception.
     if not isinstance(error, Exception) and 'Panic' not in type(error).__name__:
@@ -64,6 +67,21 @@ def load_tokenizer(checkpoint: str):
       f'({error!r:.200}): copy its config.json, tokenizer.json and '
       'tokenizer_config.json again.'
     ) from error
+
+
+@contextlib.contextmanager
+def _of_an_unknown_model() -> Iterator[None]:
+  """Silences the warning of `transformers` that it lacks a model's type.
+
+  It looks for one beside every tokenizer. That of OpenVLA is read here alone.
+  """
+  logger = logging.getLogger('transformers.configuration_utils')
+  before = logger.level
+  logger.setLevel(logging.ERROR)
+  try:
+    yield
+  finally:
+    logger.setLevel(before)
 
 
 def check_vocabulary(tokenizer, size: int, checkpoint) -> None:

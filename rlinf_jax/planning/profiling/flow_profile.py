@@ -1,6 +1,6 @@
 """Measures this machine, and the stages of a flow on it."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import pathlib
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ def measure(
   state: state_readers.StateReader,
   inputs: Sequence[Any],
   folder: pathlib.Path | None = None,
+  print_line: Callable[[str], None] | None = None,
 ) -> Profile:
   """Measures what was not measured before on an equal machine.
 
@@ -86,6 +87,7 @@ def measure(
     state: reads its carried values.
     inputs: its inputs, as arrays.
     folder: of earlier measurements; None for `profile_store.folder`.
+    print_line: as `stage_profile.measure`.
   """
   flow = unroll.unroll(flow)  # The planner unrolls loops.
   works = count.of_flow(flow)
@@ -95,5 +97,7 @@ def measure(
     return Profile(cluster, None, works)
   model = roofline.Roofline(flow, works, cluster, rules_lib.DEFAULT)
   values = StartValues(flow, state, inputs)
-  stages = stage_profile.measure(flow, values.read, model, store)
+  stages = stage_profile.measure(
+    flow, values.read, model, store, print_line=print_line
+  )
   return Profile(cluster, stages, works)

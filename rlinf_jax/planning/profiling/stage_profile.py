@@ -41,6 +41,7 @@ def measure(
   model: roofline.Roofline,
   store: profile_store_lib.Store,
   rules: rules_lib.Rules = rules_lib.DEFAULT,
+  print_line: Callable[[str], None] | None = None,
 ) -> measured_lib.Measurements:
   """Measures the stages that matter; runs nothing if all are in the store.
 
@@ -50,6 +51,7 @@ def measure(
     model: decides which stages matter and what fits in memory.
     store: earlier measurements.
     rules: mesh axes of each letter.
+    print_line: prints the name of each stage before it is measured.
   """
   nodes = calls_to_measure(flow, model)
   plans = {name: _Case(flow, node, model) for name, node in nodes.items()}
@@ -57,7 +59,8 @@ def measure(
   missing = {name for name, found in known.items() if found is None}
   if missing:
     bench = Bench(flow, read, model, rules)
-    for name, found in bench.run({n: plans[n] for n in missing}):
+    wanted = {n: plan for n, plan in plans.items() if n in missing}
+    for name, found in bench.run(wanted, print_line):
       store.put(plans[name].what, found)
       known[name] = found
   return _tables(known)
@@ -248,7 +251,11 @@ class Bench:
     self.memory = {}
     self.last = {v: i for i, node in enumerate(flow.nodes) for v in node.reads}
 
-  def run(self, plans: Mapping[str, _Case]):
+  def run(
+    self,
+    plans: Mapping[str, _Case],
+    print_line: Callable[[str], None] | None = None,
+  ):
     """Yields the name of each stage and its measurement.
 
     The measurement has 'points', seconds of a call on one device by its rows;
@@ -259,11 +266,15 @@ class Bench:
     if not plans:
       return
     nodes = {id(plan.node): name for name, plan in plans.items()}
+    number = 0
     ends = max(i for i, n in enumerate(self.flow.nodes) if id(n) in nodes)
     for i, node in enumerate(self.flow.nodes[: ends + 1]):
       name = nodes.get(id(node))
       self.fetch(node)
       if name is not None:
+        number += 1
+        if print_line:
+          print_line(f'  {name} ({number} of {len(plans)})')
         yield name, self._measured(node, plans[name].rows)
       if i < ends:
         self.make(node)

@@ -12,6 +12,24 @@ CURVES = (
   ('Episode length', 'environment steps', {'': 'env/episode_length'}),
   ('Loss', 'minimized by the updates', {'': 'train/loss'}),
   (
+    'Held-out probability',
+    'mean over tokens',
+    {'': 'eval/token_probability'},
+  ),
+  (
+    'Agreement',
+    'with held-out actions; 1 is perfect',
+    {'': 'eval/agreement'},
+  ),
+  (
+    'Implicit reward',
+    'of completions, in nats',
+    {
+      'preferred': 'train/reward_chosen',
+      'rejected': 'train/reward_rejected',
+    },
+  ),
+  (
     'Policy loss',
     'a surrogate objective: near zero is normal',
     {'': 'train/policy_loss'},
@@ -35,6 +53,19 @@ CURVES = (
     {
       'from the sampler': 'train/kl_behavior',
       'from the reference': 'train/kl_reference',
+    },
+  ),
+  (
+    'KL to the teacher',
+    'nats per token',
+    {'': 'rollout/kl_teacher'},
+  ),
+  (
+    'Sampler and trainer',
+    'difference of log-probabilities, in nats',
+    {
+      'mean': 'rollout/logprob_gap_mean',
+      'largest': 'rollout/logprob_gap_max',
     },
   ),
   (

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from planner.explain import overview
+from planner.explain import overview, report_text
 from planner.ir import plan
 from planner.lower import passes
 from planner.simulation import simulate
@@ -52,6 +52,34 @@ def test_a_chart_of_overlapping_steps_shows_one_period():
     'y  bbbbbbbbbbbb',
     '   0          6 s',
   ]
+
+
+def test_a_plan_of_one_line_counts_its_devices():
+  flow = toys.chain('row', 'sum', 'batch')
+  places = {
+    'actor': plan.Placement((0,)),
+    'learner': plan.Placement((1, 2), (('data', 2),)),
+  }
+  chosen = plan.Plan(places, {'a': 'actor', 'b': 'learner', 'c': 'learner'})
+  assert overview.one_line(flow, chosen) == (
+    '[a] on 1 device, [b c] on 2 devices (data=2)'
+  )
+
+
+@pytest.mark.parametrize(
+  ('shares', 'words'),
+  [
+    ((1.0, 0.0, 0.0), 'are measured'),
+    ((0.999, 0.001, 0.0), 'are measured'),
+    ((0.7, 0.0, 0.3), '70 % measured, 30 % assumed'),
+    ((0.0, 0.0, 0.0), 'are zero'),
+  ],
+)
+def test_only_origins_of_seconds_that_there_are_are_named(shares, words):
+  tags = ('measured', 'modeled', 'assumed')
+  text = report_text.known(dict(zip(tags, shares, strict=True)))
+  start = 'The seconds of its calls'
+  assert text == f'{start}{" " if words.startswith("are") else ": "}{words}.'
 
 
 def test_moves_between_device_and_host_are_shown():

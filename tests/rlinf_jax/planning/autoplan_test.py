@@ -136,7 +136,7 @@ def measured(monkeypatch):
   monkeypatch.setattr(
     machine_profile, 'measure_cluster', lambda store: two_devices()
   )
-  monkeypatch.setattr(profile, 'measure', lambda *args: known())
+  monkeypatch.setattr(profile, 'measure', lambda *args, **_: known())
 
 
 @pytest.fixture
@@ -296,7 +296,7 @@ def test_what_one_device_cannot_hold_is_planned_by_the_model(
   tmp_path, measured, monkeypatch, capsys
 ):
   monkeypatch.setattr(machine_profile, 'memory', lambda: 1.0)
-  monkeypatch.setattr(profile, 'measure', lambda *args: 1 / 0)
+  monkeypatch.setattr(profile, 'measure', lambda *args, **_: 1 / 0)
   train.train(WORKFLOW, SOURCE, workdir=str(tmp_path / 'auto'), steps=1)
   assert 'one device cannot hold the state' in capsys.readouterr().out
 

@@ -38,7 +38,9 @@ def toy_costs(monkeypatch):
   monkeypatch.setattr(
     machine_profile, 'measure_cluster', lambda store: searches_test.cluster()
   )
-  monkeypatch.setattr(profile, 'measure', lambda *a: measured.Measurements())
+  monkeypatch.setattr(
+    profile, 'measure', lambda *_, **__: measured.Measurements()
+  )
 
 
 def run(folder, steps=STEPS, **kwargs):

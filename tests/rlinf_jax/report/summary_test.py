@@ -35,6 +35,15 @@ def test_a_rise_is_described_in_numbers():
   )
 
 
+def test_fine_tuning_is_described_by_its_held_out_loss():
+  run = make(
+    eval_loss={0: 11.9, 20: 9.2}, train_loss=dict.fromkeys(range(1, 21), 10.0)
+  )
+  assert summary.describe(run) == (
+    'Held-out loss fell from 11.9 to 9.2 in 20 steps and 6.2 minutes.'
+  )
+
+
 def test_stages_that_overlap_have_their_share_of_the_duration():
   run = make(
     seconds=100.0,

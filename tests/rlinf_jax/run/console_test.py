@@ -34,6 +34,15 @@ def test_stages_that_take_next_to_no_time_are_left_out():
   assert console.format_step(3, 9, values) == 'step 3/9  gradient 0.50s'
 
 
+def test_no_stage_is_named_with_no_seconds():
+  values = {'time/gradient': 0.2, 'time/keys': 0.004, 'time/apply': 0.004}
+  assert console.format_step(3, 9, values) == (
+    'step 3/9  gradient 0.20s other 0.01s'
+  )
+  del values['time/apply']
+  assert console.format_step(3, 9, values) == 'step 3/9  gradient 0.20s'
+
+
 def test_a_line_fits_and_sums_the_stages_that_it_does_not_name():
   line = console.format_step(12, 200, STEP, width=100)
   assert len(line) <= 100
@@ -144,6 +153,17 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
     f'  folder    {tmp_path}',
     '  report    runs/x/report.html',
   ]
+
+
+def test_the_summary_of_fine_tuning_has_the_held_out_loss(tmp_path):
+  lines = [
+    {'step': 0, 'eval/loss': 11.9, 'eval/agreement': 0.059},
+    {'step': 20, 'eval/loss': 9.233, 'eval/agreement': 0.11},
+  ]
+  (tmp_path / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  text = console.format_summary(tmp_path, 6.0, 'none')
+  assert '  loss       11.900 -> 9.233 (held out)\n' in text
+  assert '  agreement  5.9% -> 11.0% (held out)\n' in text
 
 
 def test_the_summary_counts_one_step(tmp_path):

@@ -17,8 +17,12 @@ SENTENCE = 'The process ended in the middle, with '
 # Statements, their exit code, and the beginning of what is printed.
 ENDS = [
   ('os.abort()', -6, f'{SENTENCE}SIGABRT. Libraries'),
-  ('os.kill(os.getpid(), signal.SIGKILL)', -9, f'{SENTENCE}SIGKILL. '),
-  ('os.kill(os.getpid(), signal.SIGTERM)', -15, f'{SENTENCE}SIGTERM. '),
+  ('os.kill(os.getpid(), signal.SIGKILL)', -9, f'{SENTENCE}SIGKILL. Libraries'),
+  (
+    'os.kill(os.getpid(), signal.SIGTERM)',
+    -15,
+    f'{SENTENCE}SIGTERM. A scheduler',
+  ),
   ('os._exit(127)', 127, f'{SENTENCE}exit code 127. '),
   ('sys.exit(3)', 3, ''),
   ('sys.exit("A sentence.")', 1, 'A sentence.\n'),

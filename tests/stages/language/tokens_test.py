@@ -1,3 +1,5 @@
+import logging
+
 import numpy as np
 import pytest
 
@@ -29,6 +31,21 @@ def test_a_trained_tokenizer_can_be_loaded(tmp_path):
   assert again.eos_token_id == again.pad_token_id == trained.eos_token_id
   for string in arithmetic.corpus(20):
     assert again(string)['input_ids'] == trained(string)['input_ids']
+
+
+def test_the_type_of_a_model_that_transformers_lacks_is_no_warning(tmp_path):
+  tokens.train_tokenizer(tmp_path, ['a'], size=8)
+  (tmp_path / 'config.json').write_text('{"model_type": "openvla"}')
+  records = []
+  handler = logging.Handler()
+  handler.emit = records.append
+  logger = logging.getLogger('transformers')
+  logger.addHandler(handler)
+  try:
+    tokens.load_tokenizer(str(tmp_path))
+  finally:
+    logger.removeHandler(handler)
+  assert [x.getMessage() for x in records] == []
 
 
 def test_texts_survive_the_round_trip(tokenizer):

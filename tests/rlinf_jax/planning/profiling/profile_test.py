@@ -199,7 +199,12 @@ def test_stages_are_measured_once_and_then_remembered(tmp_path, monkeypatch):
   workflow, args = grpo()
   flow, read, model = setting(workflow.step, args)
   keep = profile_store.Store(tmp_path)
-  found = stage_profile.measure(flow, read, model, keep)
+  lines = []
+  found = stage_profile.measure(
+    flow, read, model, keep, print_line=lines.append
+  )
+  assert lines[0] == f'  generate (1 of {len(lines)})'
+  assert {name for name, *_ in found.curves} <= {x.split()[0] for x in lines}
   assert found.curves['gradient', 1, ()].points[-1][0] == 16
   assert found.rows('generate') == [2, 4, 16]
   assert ('apply', 1, ()) in found.constants
