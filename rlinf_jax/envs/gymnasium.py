@@ -98,7 +98,7 @@ class Gymnasium:
     )
 
   def render(self) -> np.ndarray:
-    return _downsample(self._env.render())
+    return downsample(self._env.render())
 
   def _image(self) -> simulator.Array | None:
     if self._env.render_mode != 'rgb_array':
@@ -156,7 +156,7 @@ class Actions:
     return action + getattr(space, 'start', 0) if self.choices else action
 
 
-def _downsample(frame: np.ndarray) -> np.ndarray:
+def downsample(frame: np.ndarray) -> np.ndarray:
   """Averages squares of pixels until no edge is longer than MAX_SIZE."""
   height, width, colors = frame.shape
   s = -(-max(height, width) // MAX_SIZE)

@@ -1,10 +1,8 @@
 """LIBERO as an `Env`: manipulation tasks with fixed initial states.
 
-Environment i runs the task i // `group_size`, modulo the number of tasks given.
-The episode of a seed s starts in the initial state s // n modulo how many there
-are, of n tasks: of as many seeds in a row as n tasks have states, each task has
-every state once. With one task, seeds 0 … 49 are the benchmark's own fifty
-attempts.
+Environments have the tasks in turn, see `task_turns`. Of as many seeds in a row
+as n tasks have initial states, each task has every state once. With one task,
+seeds 0 … 49 are the benchmark's own fifty attempts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import libero_files, simulator
+from rlinf_jax.envs import libero_files, simulator, task_turns
 from rlinf_jax.envs import settings as settings_lib
 
 CAMERAS = {'front': 'agentview', 'wrist': 'robot0_eye_in_hand'}
@@ -56,37 +54,18 @@ def env(
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
   if instructions is not None:
-    names = libero_files.tasks(suite)
-    prompt = instructions([libero_files.instruction(name) for name in names])
-    settings['prompts'] = {
-      k: np.asarray(x) for k, x in prompt._asdict().items()
-    }
+    texts = [libero_files.instruction(x) for x in libero_files.tasks(suite)]
+    settings['prompts'] = task_turns.prompts(instructions, texts)
   settings |= {
     'suite': suite,
     'task_ids': task_ids,
     'group_size': group_size,
   }
   made = env_pool.env(make, num_envs, num_processes, **settings)
-  if len(distinct := sorted({*task_ids})) == 1:
-    return made
   names = libero_files.tasks(suite)
-  number_N = np.searchsorted(distinct, task_ids)
-  return made._replace(
-    tasks=tuple(names[task] for task in distinct),
-    task=functools.partial(_task, number_N, group_size),
+  return task_turns.with_names(
+    made, [names[task] for task in task_ids], group_size
   )
-
-
-def _task(number_N: np.ndarray, group_size: int, token_B3):
-  """The number of each environment's task, among those with a name.
-
-  Args:
-    number_N: of the tasks that environments have in turn.
-    group_size: adjacent environments of one task.
-    token_B3: tokens, which begin with the number of their environment.
-  """
-  turn_B = token_B3[:, 0] // group_size % len(number_N)
-  return number_N[turn_B].astype(np.int32)
 
 
 def make(
@@ -131,7 +110,7 @@ def make(
       replace 'instruction'; None for none.
   """
   names = libero_files.tasks(suite)
-  task = task_ids[index // group_size % len(task_ids)]
+  task = task_ids[task_turns.turn(index, len(task_ids), group_size)]
   if not 0 <= task < len(names):
     raise simulator.UnavailableError(
       f'{suite!r} has tasks 0 … {len(names) - 1}, and no task {task}.'
@@ -143,21 +122,6 @@ def make(
     )
   view = View(tuple(cameras), image_size, fast_rendering, as_published, prompt)
   return Libero(suite, names[task], horizon, view, gripper_opens, len(task_ids))
-
-
-def initial_state(seed: int, num_tasks: int, num_states: int) -> int:
-  """The number of the initial state in which the episode of a seed starts.
-
-  Neighboring environments have the seeds s, s + 1, … and different tasks. So a
-  task gets every n-th seed of n tasks, and the state goes by the number of the
-  attempt, s // n: by s alone, a task would start in one of n states only.
-
-  Args:
-    seed: s, of the episode.
-    num_tasks: n, which environments have in turn.
-    num_states: initial states of the task.
-  """
-  return seed // num_tasks % num_states
 
 
 class View(NamedTuple):
@@ -231,7 +195,7 @@ class Libero:
     self._time, self._draws = 0, False
     np.random.seed(seed)  # LIBERO samples from the global generator.
     reset_scene(self._env)
-    state = initial_state(seed, self._num_tasks, len(self._states))
+    state = task_turns.scene(seed, self._num_tasks, len(self._states))
     obs = self._env.set_init_state(self._states[state])
     if self._view.cameras and self._view.fast_rendering:
       _leave_out_shadows(self._env.sim._render_context_offscreen.scn)

@@ -129,7 +129,7 @@ def letters_tokenizer(folder):
   )
 
 
-def pi0_rl_bindings(folder, actions: int) -> list[str]:
+def pi0_rl_bindings(folder, actions: int, state: int = 8) -> list[str]:
   """Bindings of statistics, a tokenizer, and few simulators."""
   letters_tokenizer(folder)
   stats = lambda n: {
@@ -142,7 +142,7 @@ def pi0_rl_bindings(folder, actions: int) -> list[str]:
     }.items()
   }
   normalization.write(
-    folder, 'data', {'state': stats(8), 'actions': stats(actions)}
+    folder, 'data', {'state': stats(state), 'actions': stats(actions)}
   )
   return [
     f'MODEL = {str(folder)!r}',
@@ -205,6 +205,10 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *pi0_tokenizer(folder / 'words')]
   if 'pi0_libero' in name:
     bindings = [*bindings, *pi0_rl_bindings(folder / 'model', 7)]
+  if 'pi0_metaworld' in name:
+    small = ['metaworld.env.image_size = 32', 'EVAL_ENVIRONMENTS = 2']
+    given = pi0_rl_bindings(folder / 'model', 4, state=4)
+    bindings = [*bindings, *given, *small]
   stack = contextlib.ExitStack()
   if 'pi05_maniskill' in name + text:
     given = pi0_rl_bindings(folder / 'model', pictured_push.ACTIONS)

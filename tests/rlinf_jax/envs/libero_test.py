@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 import claims
-from rlinf_jax.envs import env_pool, libero, libero_files, simulator
+from rlinf_jax.envs import (
+  env_pool,
+  libero,
+  libero_files,
+  simulator,
+  task_turns,
+)
 from rlinf_jax.prepare import libero_script
 from stages.envs import demonstrations, seed_source
 from stages.envs.rollouts import rollout
@@ -244,7 +250,7 @@ def test_an_evaluation_starts_in_every_initial_state_once(
   started = [[] for _ in range(tasks)]
   for seeds in source.held_out():
     for i, seed in enumerate(seeds.tolist()):
-      started[i % tasks].append(libero.initial_state(seed, tasks, 50))
+      started[i % tasks].append(task_turns.scene(seed, tasks, 50))
   assert [sorted(x) for x in started] == [[*range(50)]] * tasks
 
 
@@ -254,9 +260,9 @@ def test_environments_tell_their_tasks_by_name(of_cheese, monkeypatch):
   settings = {'num_envs': 5, 'suite': SUITES[1], 'step_timeout': 300.0}
   env = libero.env(task_ids=(3, 0, 3), group_size=2, **settings)
   names = libero_files.tasks(SUITES[1])
-  assert env.tasks == (names[0], names[3])
+  assert env.tasks == (names[3], names[0])
   token_B3 = np.arange(9, dtype=np.int32)[:, None] * [1, 0, 0]
-  assert env.task(token_B3).tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 0]
+  assert env.task(token_B3).tolist() == [0, 0, 1, 1, 0, 0, 0, 0, 1]
   assert env.task(token_B3).dtype == np.int32
   assert not libero.env(**settings).tasks  # One task has no name of its own.
 
@@ -265,7 +271,7 @@ def test_training_starts_in_every_initial_state_as_often():
   n = 40_000
   draw = rollout.draw_seeds(n, group_size=2)
   seeds = np.asarray(draw(jax.random.key(0)))
-  states = libero.initial_state(seeds, 10, 50).reshape(n, 2)
+  states = task_turns.scene(seeds, 10, 50).reshape(n, 2)
   assert (states[:, 0] == states[:, 1]).all()  # Those of a group agree.
   counts = np.bincount(states[:, 0], minlength=50)
   # Six standard deviations, of 50 counts.

@@ -74,16 +74,18 @@ def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
   assert made.A == 7 and made.head == 'token'
 
 
-def small_pi05(folder, actions):
-  """Writes a π0.5, its statistics and a tokenizer; returns bindings."""
+def small_pi0(folder, actions, *, adaptive, Z):
+  """Writes a π0 or π0.5, its statistics and a tokenizer; returns bindings."""
   trunk = pi0.GEMMA(V=V, D=D, F=F, **SHARED)
   expert = pi0.GEMMA(V=1, D=D, F=F, **SHARED)
-  made = pi0.Config(vit.Config(**TOWER), trunk, expert, 8, 32, 32, True)
+  tower = vit.Config(**TOWER)
+  made = pi0.Config(tower, trunk, expert, Z, 32, 32, adaptive)
   params = pi0.init_params(made, jax.random.key(0))
   assert sum(x.size for x in jax.tree.leaves(params)) < 5e6
   pi0_files.write(folder, params, made)
   tokens.train_tokenizer(folder, [LETTERS], 90)
-  stats = {'q01': [-1.0] * actions, 'q99': [1.0] * actions}
+  numbers = {'mean': 0.0, 'std': 0.5, 'q01': -1.0, 'q99': 1.0}
+  stats = {name: [x] * actions for name, x in numbers.items()}
   normalization.write(folder, 'data', {'state': stats, 'actions': stats})
   return [
     f'MODEL = {str(folder)!r}',
@@ -120,7 +122,7 @@ def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
   elif not pictures_of_maniskill():
     pytest.skip('ManiSkill is not installed, or has no Vulkan device.')
   model = tmp_path / 'given'
-  bindings = small_pi05(model, actions)
+  bindings = small_pi0(model, actions, adaptive=True, Z=8)
   metrics = run(
     'gin_configs/ppo_pi05_maniskill.gin',
     [
@@ -149,6 +151,36 @@ def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
   # The expert alone is trained.
   assert any(pi0_files.EXPERT in name for name in moved)
   assert not any(pi0_files.PALIGEMMA in name for name in moved)
+
+
+@pytest.mark.skipif(
+  importlib.util.find_spec('metaworld') is None,
+  reason='Meta-World is not installed: pip install "rlinf-jax[metaworld]".',
+)
+def test_ppo_of_pi0_acts_in_tasks_of_meta_world_by_pictures_and_words(tmp_path):
+  metrics = run(
+    'gin_configs/ppo_pi0_metaworld.gin',
+    [
+      *small_pi0(tmp_path / 'given', 4, adaptive=False, Z=50),
+      'STEPS = 1',
+      'ENVIRONMENTS = 2',
+      'EVAL_ENVIRONMENTS = 2',
+      'PROCESSES = 1',
+      'DESCRIPTIONS = {"reach-v3": "Reach a goal position"}',
+      'metaworld.env.tasks = ("reach-v3", "door-open-v3")',
+      'metaworld.env.image_size = 32',
+      'metaworld.env.horizon = 10',
+      'seed_source.seeds.held_out = 2',
+      'workflows.embodied_ppo.num_steps = 2',
+      'workflows.embodied_ppo.num_minibatches = 1',
+    ],
+    tmp_path / 'run',
+  )
+  assert metrics['env/steps'] == 2 * 2 * 5 and not metrics.get('env/failed')
+  assert np.isfinite(metrics['train/value_loss'])
+  assert {'eval/reach-v3/success_once', 'eval/door-open-v3/success_once'} <= {
+    *metrics
+  }
 
 
 @pytest.mark.parametrize('world', ['push', 'maniskill'])
