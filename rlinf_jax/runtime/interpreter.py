@@ -36,8 +36,8 @@ class Interpreter:
   its readers in other processes. `Send` never waits for its receiver.
 
   A failure of an instruction stops this call and, through the executor, all
-  others. The place then frees its memory if it shares devices, and releases
-  them.
+  others. The place then frees its memory, and releases the devices that it
+  shares.
 
   Attributes:
     place: the devices.
@@ -72,7 +72,7 @@ class Interpreter:
       self._run_call(call)
     except BaseException as error:  # noqa: BLE001 (receivers must be woken)
       self.executor.fail(error, call)
-      self._release_all()
+      self._free_all()
 
   def _run_call(self, call: StepCall):
     """Executes this place's program for one call of a flow."""
@@ -290,18 +290,20 @@ class Interpreter:
     own = [m for frame in self._frames for m in (frame.memory, frame.carry)]
     return own + [frame.inputs for frame in self._frames[1:]]
 
-  def _release_all(self):
-    """Deletes all arrays and releases shared devices, after a failure."""
+  def _free_all(self):
+    """Frees all arrays and releases shared devices, after a failure.
+
+    The state that is read next would otherwise need memory beside them.
+    """
     lease = self.place.lease
-    if not lease:
-      return
-    for free in lease.on_release if lease.held else ():
+    for free in lease.on_release if lease and lease.held else ():
       with contextlib.suppress(Exception):  # The failure is known already.
         free()
     for memory in self._memories():
       memory.clear()
-    self.state = {}
-    lease.release()
+    self._frames, self.state = [], {}
+    if lease:
+      lease.release()
 
   def _unleased(self, x):
     """`x`; in host memory if this place shares its devices."""

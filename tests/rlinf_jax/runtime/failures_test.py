@@ -11,6 +11,7 @@ import pytest
 import in_memory
 from planner.ir import flow, plan
 from rlinf_jax.runtime import base, local
+from rlinf_jax.state import state_readers
 import stages
 from tests.rlinf_jax.runtime import small_learner
 import tiny
@@ -80,6 +81,27 @@ def test_after_a_failure_a_state_must_be_loaded_before_the_next_step():
   )(small_learner.STATE, small_learner.BATCH, small_learner.KEY)
   tiny.assert_same_bits(in_memory.state(planned), want)
   assert planned.steps == 1
+
+
+def test_a_failed_step_holds_no_state_while_another_is_read():
+  answers = [fail, small_learner.first_column]
+  step = small_learner.learner(small_learner.judge(lambda x: answers.pop(0)(x)))
+  given = small_learner.BATCH, small_learner.KEY
+  like = jax.eval_shape(lambda: small_learner.STATE)
+  graph = flow.trace(step, like, *given)
+  planned = local.LocalRuntime(plan.one_place(graph.stages), step=graph)
+  held = []
+
+  def first():
+    shape = small_learner.STATE['w'].shape
+    held.append(sum(x.shape == shape for x in jax.live_arrays()))
+    return jax.tree.map(jnp.zeros_like, like)
+
+  planned.start(state_readers.FirstState(first))
+  with pytest.raises(base.StageError):
+    planned.step(*given)
+  planned.start(state_readers.FirstState(first))
+  assert held[0] == held[1]
 
 
 @pytest.mark.parametrize(
