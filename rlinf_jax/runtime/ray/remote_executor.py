@@ -151,7 +151,8 @@ class RemoteExecutor(executor.Executor):
     flow = self.lowered[to.flow].flow
     for node in to.loop:
       flow = flow.nodes[node].body
-    layout = self.places[to.target].layout(flow.values[to.value])
+    # The place may not hold the devices that it shares.
+    layout = self.places[to.target].layout_at_rest(flow.values[to.value])
     return jax.block_until_ready(self.channels.unpack(offer, layout))
 
   def lay_out(self, x, value, target):
