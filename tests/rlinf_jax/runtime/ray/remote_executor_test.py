@@ -1,4 +1,4 @@
-"""What a process does with values that others send it."""
+"""Tests of the executor of a process, with values that other processes send."""
 
 import jax
 import jax.numpy as jnp
