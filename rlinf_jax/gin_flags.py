@@ -8,6 +8,7 @@ import argparse
 import ast
 from collections.abc import Iterator, Sequence
 import contextlib
+import inspect
 import io
 import re
 import sys
@@ -25,6 +26,16 @@ DICT = re.compile(r'\{(?:\s*|.*:.*)\}\s*', re.DOTALL)
 PREFIX = re.compile(r'--?gin\.(.*)', re.S)
 NAME = re.compile(r'[\w./]+')
 MACRO = re.compile(r'([A-Za-z_]\w*)\s*=\s*(.*)')
+WORKFLOW = re.compile(
+  r'^(?:train\.train\.|[ \t]+)workflow *= *@(workflows)\.(\w+)\(\)', re.M
+)
+OPTIMIZER = re.compile(r'= *@(?:\w+/)*(optimizers)\.(\w+)\(\)')
+INDENTED = {
+  'initial_indent': '  ',
+  'subsequent_indent': '  ',
+  'break_long_words': False,
+  'break_on_hyphens': False,
+}
 HELP = ('--help', '-help', '--helpshort', '-h')
 
 
@@ -54,6 +65,7 @@ def parse(argv: Sequence[str]) -> list[str]:
       for file in files:
         recipe_files.check(file)
       print(describe(files))
+      print(f'\n{describe_parameters(files)}')
       print('\nOther flags, of every recipe: --help without --gin_file.')
       sys.exit()
     words = [argv[0], *map(as_binding, argv[1:])]
@@ -115,6 +127,70 @@ def describe(files: Sequence[str]) -> str:
     if macro.comment:
       rows.append(f'      {macro.comment}')
   return '\n'.join(rows)
+
+
+def describe_parameters(files: Sequence[str]) -> str:
+  """A text that lists the parameters that recipes leave at their defaults.
+
+  They are those of `train`, and of the workflow and the optimizers that recipes
+  name, if these are of `stages`.
+  """
+  # Imported here: --help of another program needs no workflow.
+  from rlinf_jax import train
+  from stages import workflows
+  from stages.learn import optimizers
+
+  text = '\n'.join(map(_with_includes, files))
+  modules = {'workflows': workflows, 'optimizers': optimizers}
+  names = [
+    *WORKFLOW.findall(text)[-1:],
+    *dict.fromkeys(OPTIMIZER.findall(text)),
+  ]
+  functions = {
+    f'{module}.{name}': getattr(modules[module], name, None)
+    for module, name in names
+  }
+  lines = []
+  for name, function in (functions | {'train.train': train.train}).items():
+    if function is None:
+      continue
+    bound = _bound(text, name) | {'resume'}
+    defaults = [
+      f'{x.name}={_shown(x.default)}'
+      for x in inspect.signature(function).parameters.values()
+      if x.default is not x.empty and x.name not in bound
+    ]
+    if not defaults:
+      continue
+    lines += [
+      f'Defaults of {name}, each set by --gin.{name}.NAME=value',
+      f'(python -m pydoc {function.__module__} explains them):',
+      *textwrap.wrap(' '.join(defaults), 80, **INDENTED),
+    ]
+  return '\n'.join(lines)
+
+
+def _with_includes(file: str) -> str:
+  """The text of a recipe after those of its includes."""
+  text = recipe_files.read(file)
+  found = [recipe_files.INCLUDE.match(line) for line in text.splitlines()]
+  return '\n'.join([*(_with_includes(x[1]) for x in found if x), text])
+
+
+def _bound(text: str, function: str) -> set[str]:
+  """The parameters of a function that a gin text binds."""
+  name = re.escape(function)
+  bound = re.findall(rf'^{name}\.(\w+) *=', text, re.M)
+  for block in re.findall(rf'^{name}:\n((?:[ \t].*\n|\n)*)', text, re.M):
+    bound += re.findall(r'^[ \t]+(\w+) *=', block, re.M)
+  return set(bound)
+
+
+def _shown(default) -> str:
+  """A default as gin writes it."""
+  if callable(default):
+    return f'@{default.__module__.rpartition(".")[2]}.{default.__name__}'
+  return repr(default)
 
 
 def _opening(text: str) -> str:

@@ -205,7 +205,12 @@ def refuse_unused() -> None:
       full = config_errors.join_names(same)
       return f'`{name}` is set but nothing reads it; write it in full: {full}.'
     candidates = [x for x in names_read if _same_kind(x, name)]
-    suggestion = config_errors.suggest(name, candidates)
+    if '.' in name:
+      suggestion = config_errors.suggest(name, candidates)
+    else:
+      suggestion = config_errors.suggest(name, candidates, most=0)
+      if suggestion == '.':
+        suggestion = '. --help after the recipe lists its settings.'
     return f'`{name}` is set but nothing reads it{suggestion}'
 
   raise ValueError(' '.join(map(message, names)))

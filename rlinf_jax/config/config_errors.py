@@ -16,6 +16,7 @@ import safetensors
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DYNAMIC = 'from __gin__ import dynamic_registration'
 LONGEST = 200  # Characters of a value or a line in a message.
+MOST_PARAMETERS = 48  # That a message lists: a guess may be none of them.
 IMPORT = re.compile(
   r'^[ \t]*((?:from +(\S+) +)?import +(\S+)(?: +as +(\S+))?)', re.M
 )
@@ -136,13 +137,14 @@ def cut(text: str) -> str:
   return text if len(text) <= LONGEST else f'{text[:LONGEST]}…'
 
 
-def suggest(name: str, names: Iterable[str]) -> str:
-  """The end of a message: the closest of `names`, or all if they are few."""
+def suggest(name: str, names: Iterable[str], most: int = 8) -> str:
+  """The end of a message: the closest of `names`, or all up to `most`."""
   names = list(names)
-  closest = difflib.get_close_matches(name, names, 1)
+  by_small = {x.lower(): x for x in names}
+  closest = difflib.get_close_matches(name.lower(), by_small, 1, cutoff=0.7)
   if closest:
-    return f'; did you mean `{closest[0]}`?'
-  if 0 < len(names) <= 8:
+    return f'; did you mean `{by_small[closest[0]]}`?'
+  if 0 < len(names) <= most:
     return f'; available: {join_names(names)}.'
   return '.'
 
@@ -258,7 +260,8 @@ def _not_there(modules, selector, name):
 def _no_parameter(modules, selector, name):
   function = _get(modules, selector)
   names = [] if function is None else inspect.signature(function).parameters
-  return f'`{selector}` has no parameter `{name}`{suggest(name, names)}'
+  suggestion = suggest(name, names, MOST_PARAMETERS)
+  return f'`{selector}` has no parameter `{name}`{suggestion}'
 
 
 def _not_dynamic(modules, selector):

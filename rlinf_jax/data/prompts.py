@@ -102,7 +102,8 @@ def encode(
     lost = tokens.lost_characters(tokenizer, text, token)
     if lost:
       raise ValueError(
-        f'{row.where} has {sorted(lost)}, which this tokenizer cannot encode: '
+        f'{row.where}, or what TEMPLATE, SYSTEM and the chat template put '
+        f'around it, has {sorted(lost)}, which this tokenizer cannot encode: '
         'remove these characters, or use another model.'
       )
     if not token:

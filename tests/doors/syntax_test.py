@@ -1,10 +1,12 @@
 """Syntax errors in gin files are answered by what to write instead."""
 
+import inspect
 import pathlib
 
 import pytest
 
-from rlinf_jax.config import config
+from rlinf_jax import train
+from rlinf_jax.config import config, config_errors
 
 ROOT = pathlib.Path(__file__).parents[2]
 SUMS = 'gin_configs/grpo_arithmetic.gin'
@@ -13,6 +15,7 @@ SEVERAL = (
   'write a number, a string in quotes, `@module.function`, `%MACRO`, or '
   'several of them in brackets.'
 )
+PARAMETERS = inspect.signature(train.train).parameters
 STATEMENT = "write `from package import module` or `include 'file.gin'`."
 
 # Texts after `MODEL = `, each with its message.
@@ -82,7 +85,8 @@ STATEMENTS = {
   'from __gin__ import x': 'cannot be read in `from __gin__ import x`: '
   f'{STATEMENT}',
   'import nosuch': 'there is no module `nosuch`.',
-  'train.train.__init__ = 3': '`train.train` has no parameter `__init__`.',
+  'train.train.__init__ = 3': '`train.train` has no parameter `__init__`; '
+  f'available: {config_errors.join_names(PARAMETERS)}.',
 }
 
 

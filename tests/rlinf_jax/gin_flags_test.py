@@ -69,6 +69,38 @@ def test_macros_are_listed_with_their_comments(tmp_path, monkeypatch):
   assert 'MODEL = required\n      A folder.' in text
 
 
+def test_parameters_that_a_recipe_leaves_at_their_defaults_are_listed():
+  text = gin_flags.describe_parameters(['gin_configs/grpo_math.gin'])
+  one_line = ' '.join(text.split())
+  assert one_line.startswith(
+    'Defaults of workflows.grpo, each set by --gin.workflows.grpo.NAME=value '
+    '(python -m pydoc stages.workflows.grpo explains them): clip_low=0.2 '
+  )
+  assert 'kl_estimator=@losses.kl_k3 ' in one_line
+  assert 'Defaults of optimizers.adamw, ' in one_line
+  assert ' clip_norm=1.0 ' in one_line
+  assert 'Defaults of train.train, ' in one_line
+  assert ' checkpoint_every=50 ' in one_line
+  # The recipe binds these to its macros.
+  for name in ('kl_coef', 'num_minibatches', 'group_size', 'evaluator', 'seed'):
+    assert f' {name}=' not in one_line
+  assert max(map(len, text.splitlines())) <= 80
+
+
+def test_of_a_workflow_that_is_not_ours_only_the_run_is_listed(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'own.gin').write_text('train.train.workflow = @mine.grpo()\n')
+  text = gin_flags.describe_parameters(['own.gin'])
+  assert text.startswith('Defaults of train.train, ')
+
+
+def test_the_workflow_of_a_block_is_listed():
+  text = gin_flags.describe_parameters(['gin_configs/ppo_push.gin'])
+  assert text.startswith('Defaults of workflows.embodied_ppo, ')
+
+
 RECIPE = ('--gin_file', 'gin_configs/grpo_math.gin')
 
 

@@ -159,6 +159,19 @@ def test_a_misspelled_macro_is_refused():
   )
 
 
+@pytest.mark.parametrize(
+  ('name', 'end'),
+  [
+    ('Steps', '; did you mean `STEPS`?'),
+    ('beta', '. --help after the recipe lists its settings.'),
+  ],
+)
+def test_a_setting_of_another_program_has_a_remedy(name, end):
+  parse(f'{name} = 50')
+  run()
+  assert refused_as_unused() == f'`{name}` is set but nothing reads it{end}'
+
+
 def test_a_binding_of_an_unreferenced_function_is_refused():
   parse('optim.adam.learning_rate = 0.5')
   run()
