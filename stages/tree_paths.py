@@ -13,12 +13,21 @@ def flatten(tree) -> dict:
 
 
 def unflatten(leaves: dict) -> dict:
-  """The tree of dicts whose leaves by path are given."""
+  """The tree of dicts whose leaves by path are given.
+
+  Raises:
+    ValueError: if one path is the beginning of another.
+  """
   tree = {}
   for path, x in leaves.items():
     *parents, name = path.split('/')
     at = tree
-    for parent in parents:
+    for i, parent in enumerate(parents, 1):
       at = at.setdefault(parent, {})
+      if (outer := '/'.join(parents[:i])) in leaves:
+        raise ValueError(
+          f'There are arrays {outer!r} and {path!r}, and an array cannot hold '
+          'another: give them different names.'
+        )
     at[name] = x
   return tree

@@ -115,24 +115,43 @@ def episode_seed(seed: int, call: int, attempt: int = 0) -> int:
 
 
 def leaves(tree: Tree, path: str = '') -> dict[str, Any]:
-  """Leaves by their path, such as 'image/front'."""
+  """Leaves by their path, such as 'image/front'.
+
+  Raises:
+    ValueError: if two have the same path.
+  """
   if not isinstance(tree, Mapping):
     return {path: tree}
   found = {}
   for name, child in tree.items():
-    found |= leaves(child, f'{path}/{name}' if path else name)
+    some = leaves(child, f'{path}/{name}' if path else name)
+    if same := sorted(found.keys() & some.keys()):
+      raise ValueError(
+        f'Two parts of observations have the path {same[0]!r}: give them '
+        'different names.'
+      )
+    found |= some
   return found
 
 
 def tree(by_path: Mapping[str, Any]) -> Tree:
-  """The inverse of `leaves`."""
+  """The inverse of `leaves`.
+
+  Raises:
+    ValueError: if one path is the beginning of another.
+  """
   if list(by_path) == ['']:
     return by_path['']
   root: dict[str, Any] = {}
   for path, leaf in by_path.items():
     *parents, name = path.split('/')
     node = root
-    for parent in parents:
+    for i, parent in enumerate(parents, 1):
       node = node.setdefault(parent, {})
+      if (outer := '/'.join(parents[:i])) in by_path:
+        raise ValueError(
+          f'Observations have {outer!r} and {path!r}, and a part cannot hold '
+          'another: give them different names.'
+        )
     node[name] = leaf
   return root

@@ -11,6 +11,8 @@ uint8 [N, rows, columns, colors]. The order of rows does not matter.
 from collections.abc import Callable, Iterator
 import functools
 import pathlib
+import zipfile
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -215,13 +217,26 @@ def read(path: str | pathlib.Path) -> base.Demonstration:
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if it lacks an array, or their lengths differ or are zero.
+    ValueError: if it is no such file, lacks an array, or their lengths differ
+      or are zero.
   """
   if not pathlib.Path(path).is_file():
     raise FileNotFoundError(f'There are no demonstrations at {path}.')
-  with np.load(path) as file:
-    tree = tree_paths.unflatten(dict(file))
-    names = file.files
+  try:
+    with np.load(path) as file:
+      names, tree = file.files, tree_paths.unflatten(dict(file))
+  # A single array is no context manager, and damaged files raise the others.
+  except (
+    EOFError,
+    OSError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+  ) as error:
+    raise ValueError(
+      f'{path} cannot be read as arrays of NumPy (.npz): {error}'
+    ) from error
   missing = {*base.Demonstration._fields} - {*tree}
   if missing:
     raise ValueError(

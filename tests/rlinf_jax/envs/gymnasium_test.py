@@ -60,6 +60,19 @@ def test_a_slash_in_a_name_separates_it_as_the_pool_does():
   assert got['arm']['at'].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize(
+  'obs, message',
+  [
+    ({'arm': 0, 'arm/at': 1}, "have 'arm' and 'arm/at', and a part cannot"),
+    ({'a/b/c': 0, 'a/b': 1}, "have 'a/b' and 'a/b/c'"),
+    ({'arm/at': 0, 'arm': {'at': 1}}, "have the path 'arm/at'"),
+  ],
+)
+def test_names_of_which_one_holds_the_other_are_refused(obs, message):
+  with pytest.raises(ValueError, match=message):
+    simulator.tree(simulator.leaves(obs))
+
+
 def _is_array(x):
   return hasattr(x, 'shape')
 

@@ -68,9 +68,17 @@ def test_a_file_is_read_as_it_was_written(shown, path, tmp_path):
     ({'obs': np.zeros((3, 2))}, r"lacks \['action'\]"),
     ({'obs': np.zeros((3, 2)), 'action': np.zeros((2, 1))}, '3 observations'),
     ({'obs': np.zeros((0, 2)), 'action': np.zeros((0, 1))}, 'at least one'),
+    ({'obs': np.zeros(3), 'obs/state': np.zeros(3)}, "'obs' and 'obs/state'"),
   ):
     np.savez(tmp_path / 'bad.npz', **arrays)
     with pytest.raises(ValueError, match=message):
+      demonstrations.read(tmp_path / 'bad.npz')
+  np.save(tmp_path / 'one.npy', np.zeros(3))
+  (tmp_path / 'one.npy').rename(tmp_path / 'bad.npz')
+  for content in (None, b'obs, action', path.read_bytes()[:-9], b''):
+    if content is not None:
+      (tmp_path / 'bad.npz').write_bytes(content)
+    with pytest.raises(ValueError, match='bad.npz cannot be read as arrays'):
       demonstrations.read(tmp_path / 'bad.npz')
 
 
