@@ -211,6 +211,16 @@ def pytest_addoption(parser):
   )
 
 
+def pytest_configure(config):
+  """Refuses to share single tests: modules are imported when they are taken."""
+  single = [arg for arg in config.args if '::' in arg]
+  if config.option.share is not None and single:
+    raise pytest.UsageError(
+      f'--share shares whole modules, and {single[0]} is part of one: leave '
+      '--share out, or name the module, and choose its tests by -k.'
+    )
+
+
 def pytest_collection_modifyitems(config, items):
   if config.option.claims:
     return
@@ -221,7 +231,7 @@ def pytest_collection_modifyitems(config, items):
   items[:] = kept
 
 
-exit_status = 0
+exit_status = None  # Of a session that has begun.
 
 
 @pytest.hookimpl(trylast=True)
@@ -236,7 +246,7 @@ def pytest_unconfigure(config):
 
   To free thousands of compiled programs one by one takes a minute.
   """
-  if config.option.share is not None:
+  if config.option.share is not None and exit_status is not None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_status)

@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 import threading
+import types
 from typing import NamedTuple
 
 import jax
@@ -241,6 +242,20 @@ def test_a_process_imports_the_modules_that_it_takes_alone(tmp_path):
   assert counts.startswith('1 failed, 2 passed, 1 error in ')
   assert 'ValueError: broken' in done.stdout
   assert not (tmp_path / 'imported').exists()
+
+
+def test_single_tests_are_not_shared(tmp_path):
+  def configure(share, *args):
+    option = types.SimpleNamespace(share=share)
+    conftest.pytest_configure(types.SimpleNamespace(option=option, args=args))
+
+  configure(None, 'a_test.py::test_one')
+  configure(tmp_path, 'a_test.py', 'b')
+  with pytest.raises(pytest.UsageError, match='a_test.py::test_one is part of'):
+    configure(tmp_path, 'b', 'a_test.py::test_one')
+  # Pytest shows the error after this, which ends a process that ran tests.
+  option = types.SimpleNamespace(share=tmp_path)
+  conftest.pytest_unconfigure(types.SimpleNamespace(option=option))
 
 
 def test_a_thread_that_computes_on_is_named_until_it_ends(monkeypatch):
