@@ -308,7 +308,12 @@ def merge_named(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(info) -> tuple[dict[str, float], dict[str, Any]]:
-  """Splits `info`, already on the host, into numbers and logged rows."""
+  """Splits `info`, already on the host, into numbers and logged rows.
+
+  Raises:
+    ValueError: if two numbers have the same name, such as a metric `x_mean`
+      beside the mean of moments `x`.
+  """
   numbers, rows = {}, {}
   for name, metric in info.items():
     if isinstance(metric, FirstRows | Rows):
@@ -316,5 +321,10 @@ def read(info) -> tuple[dict[str, float], dict[str, Any]]:
     else:
       values = metric.value() if is_metric(metric) else {'': metric}
       for suffix, value in values.items():
-        numbers[name + suffix] = float(value)
+        if (full := name + suffix) in numbers:
+          raise ValueError(
+            f'Two metrics of the workflow are logged as {full!r}: give them '
+            'different names.'
+          )
+        numbers[full] = float(value)
   return numbers, rows

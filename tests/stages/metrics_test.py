@@ -186,6 +186,12 @@ def test_read_parts_numbers_from_rows():
   assert not rows
 
 
+def test_two_metrics_of_one_name_in_the_log_are_refused():
+  info = {'x': metrics.moments(jnp.ones(2)), 'x_mean': jnp.ones(())}
+  with pytest.raises(ValueError, match="are logged as 'x_mean'"):
+    metrics.read(info)
+
+
 def test_metrics_pass_through_a_compiled_function():
   x, mask = batch(2)
   for make in KINDS.values():
