@@ -46,13 +46,21 @@ def since_start(folder: pathlib.Path) -> list[Change]:
     ValueError: if one of them is such that the run cannot go on; names those.
   """
   earlier = folder / 'config.gin'
-  is_begun = any((folder / 'checkpoints').glob('[0-9]*'))
-  is_begun |= any((folder / 'warm_start').glob('*'))
+  warm_start = folder / 'warm_start'
+  has_checkpoint = any((folder / 'checkpoints').glob('[0-9]*'))
+  is_begun = has_checkpoint or any(warm_start.glob('*'))
   if not earlier.exists() or not is_begun:
     return []
   with config_errors.rephrased(str(earlier)):
     changes = compare(earlier.read_text(), config.text())
   fixed = [str(change) for change in changes if change.is_fixed]
+  if fixed and not has_checkpoint:
+    raise ValueError(
+      f'{folder} has no checkpoint yet, but what its run starts from, which '
+      f'was made with other settings: {"; ".join(fixed)}. Delete {warm_start} '
+      'to make it again, or copy it to another --workdir to start from it as '
+      'it is, or give the settings as before.'
+    )
   if fixed:
     raise ValueError(
       f'{folder} was begun with other settings: {"; ".join(fixed)}. It would '

@@ -94,8 +94,12 @@ def test_a_model_that_a_run_has_made_is_not_made_again(begun):
   """Its width would not be that of the recipe."""
   (begun / 'checkpoints/3').rmdir()
   (begun / 'warm_start/model').mkdir(parents=True)
-  with pytest.raises(ValueError, match='warm_start.checkpoint.width` was '):
+  with pytest.raises(ValueError) as error:
     go_on(begun, 'warm_start.checkpoint.width = 8')
+  text = str(error.value)
+  assert text.startswith(f'{begun} has no checkpoint yet, but what its run')
+  assert 'settings: `warm_start.checkpoint.width` was ' in text
+  assert f'Delete {begun}/warm_start to make it again, or copy it' in text
   assert go_on(begun, 'STEPS = 7') == ['`STEPS` was 130 and is 7 now']
 
 
