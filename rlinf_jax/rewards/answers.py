@@ -101,10 +101,12 @@ def _number(text: str) -> plain_numbers.Number | None:
   final = final_answer.find(text)
   if final is not None:
     return plain_numbers.read(final)
+  # Math-Verify would read the 1 of 1e3, or a product with Euler's number.
+  text = plain_numbers.without_exponents(text)
   found = _mathematics(text.replace('\u2212', '-'))
   if not found:
     return plain_numbers.read(_stated(text))
-  value, *_, said = found
+  value, said = found[0], found[-1]  # Or the text alone, unread.
   # Math-Verify leaves the sign of 50 % out of its text.
   if _PERCENT in getattr(value, 'args', ()):
     said = said.rstrip('%') + '%'

@@ -82,6 +82,7 @@ def vote(text: str) -> str | None:
   None if there is neither.
   """
   text = text[-MAX_CHARACTERS:].replace('\u2212', '-')
+  text = plain_numbers.without_exponents(text)
   answer = find(text)
   if answer is None:
     answer = (NUMBER.findall(text) or [None])[-1]

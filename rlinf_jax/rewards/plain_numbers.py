@@ -4,6 +4,7 @@ They are read, not computed: `51 - 28`, `5!` and `\sqrt{529}` are no plain
 numbers.
 """
 
+import decimal
 import fractions
 import re
 from typing import NamedTuple
@@ -26,6 +27,10 @@ _FRACTION = re.compile(
 )
 _NEGATIVE = re.compile(r'\b(?:minus|negative)\s+(?=[0-9.])', re.I)
 _UNIT_POWER = re.compile(r'(?<=[a-zA-Z])\s*(?:\^\s*(?:[23]|{[23]})|[²³])')
+_EXPONENT = re.compile(
+  r'(?<![\w.,])[0-9]{1,20}(?:\.[0-9]{1,20})?[eE][+-]?[0-9]{1,2}'
+  r'(?![\w]|[.,][0-9])'
+)
 _CURRENCY = re.compile('[€£¥₹]')
 
 _LETTER = r'[^\W\d_]'
@@ -38,13 +43,14 @@ _STATEMENT = re.compile(
   # Words, as in `The answer is 18`, but no name that multiplies the number.
   rf"""(?P<lead>\s*['"]?|(?:{_WORDS}|[\s,;:"']|\.(?=\s))*"""
   rf"""(?:{_LETTER}{{2}}[,.]?\s+|:\s*)["']?)"""
-  r'(?P<sign>[+-]?)\s*(?:'
+  r'(?:(?P<round>\()|(?P<square>\[))?\s*(?P<sign>[+-]?)\s*(?:'
   rf'(?:(?P<factor>{_DECIMAL})\s*(?:\\times|\\cdot|[×·*x])\s*)?'
   r'10\s*(?:\^|\*\*)\s*(?P<brace>{)?(?P<power>-?[0-9]{1,2})(?(brace)})'
   r'|(?:(?P<whole>[0-9]{1,40})\s+(?=[1-9]))?'
   r'(?P<top>[0-9]{1,40})\s*/\s*(?P<bottom>[0-9]{1,40})'
   rf'|(?P<decimal>{_DECIMAL}))'
   r"""(?P<percent>\s*(?:\\?%|percent\b))?["']?"""
+  r'(?(round)\s*\))(?(square)\s*\])'
   # A single letter is a unit if it is not often a variable.
   r'(?P<unit>\s*(?:°|¢|\^\s*(?:\\circ|{\\circ})|\\degree)?'
   rf'(?:(?:\s*|\s\()(?:{_LETTER}{{2}}|[A-Zdghlms](?!{_LETTER}))'
@@ -104,16 +110,22 @@ def plain(text: str) -> str:
   return _EMPHASIS.sub(r'\2', text).strip(' \t\n\r*"“”')
 
 
+def without_exponents(text: str) -> str:
+  """The text with numbers such as `1.5e3` written out, as 1500."""
+  return _EXPONENT.sub(lambda x: f'{decimal.Decimal(x[0]):f}', text)
+
+
 def read(text: str) -> Number | None:
   r"""The one number that an answer states; None if it is not a plain number.
 
   Words may come before and after it, such as `x =`, units, and `The answer
   is`. It is a whole number, a decimal, a fraction or a mixed number, or has a
-  power of ten. Thousands may be grouped by commas or spaces.
+  power of ten, as in `1e3`. Thousands may be grouped by commas or spaces. It
+  may be in brackets.
   """
   if len(text) > MAX_CHARACTERS:
     return None
-  *rounded, exact = _ABOUT.split(plain(text))
+  *rounded, exact = _ABOUT.split(plain(without_exponents(text)))
   sides = exact.split('=')
   number = _side(sides[-1])
   if number is None:
@@ -146,9 +158,14 @@ def _side(text: str) -> Number | None:
   if not found or _has_numerals(found['lead'] + found['unit']):
     return None
   stated = not found['lead'].strip(' "\'') or bool(_SAYS.search(found['lead']))
-  # In other words than `is -5`, the sign is that of a difference.
+  bracket = found['round'] or found['square']
+  # (1,234) is a pair.
+  if bracket and ',' in (found['factor'] or found['decimal'] or ''):
+    return None
+  # In other words than `is -5`, the sign is that of a difference, and what is
+  # in brackets the argument of a function.
   value = _value(found)
-  if value is None or (found['sign'] and not stated):
+  if value is None or ((found['sign'] or bracket) and not stated):
     return None
   if found['sign'] == '-':
     value = -value

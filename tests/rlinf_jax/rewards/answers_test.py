@@ -1,10 +1,11 @@
 import os
 import time
 
+import math_verify
 import pytest
 
 from rlinf_jax.data import files
-from rlinf_jax.rewards import answers, base
+from rlinf_jax.rewards import answers, base, plain_numbers
 
 
 def correct(text, answer):
@@ -51,6 +52,12 @@ RIGHT = [
   ('#### Conclusion\nSo there are 18 eggs.', '18'),
   ('The answer is \u22125.', '-5'),
   ('It weighs 1.5 × 10^3 kg', '1500'),
+  ('It weighs 1.5e3 kg', '1500'),
+  ('The answer is 1e3.', '1000'),
+  ('The answer is $1E3$', '1000'),
+  ('\\boxed{2e-3}', '0.002'),
+  ('The answer is (18).', '18'),
+  ('\\boxed{\\left[-18\\right]}', '-18'),
 ]
 # Forms of the number 18, and of 18,000.
 NUMBERS = [
@@ -99,6 +106,16 @@ UNWORKED = [
   ('22, x = 23', '23'),
   ('22 \\text{ or } 23', '23'),
   ('23x', '23'),
+  ('2(23)', '23'),
+  ('(23)(2)', '23'),
+  ('(23)^2', '23'),
+  ('\\sin (23)', '23'),
+  ('absolute (23)', '23'),
+  ('(1, 23)', '23'),
+  ('(1,023)', '1023'),
+  ('[23)', '23'),
+  ('\\{23\\}', '23'),
+  ('2e3x', '2'),
   ('1,2,3,23', '23'),
 ]
 RIGHT_CHOICES = [
@@ -150,6 +167,9 @@ WRONG = [
   ('\\boxed{\\frac{10}{2}}', '5'),
   ('\\boxed{\\frac{1}{4}+\\frac{1}{4}}', '1/2'),
   ('x = 21*10 + 10', '220'),
+  ('The answer is 1e3.', '1'),
+  ('The answer is $1e3$', '3'),
+  ('The answer is 2e-3', '2'),
 ]
 
 
@@ -175,6 +195,12 @@ def test_a_number_may_have_words_units_and_markdown(form):
 def test_an_answer_that_is_not_worked_out_is_wrong(form):
   for text, value in UNWORKED:
     assert not correct(form.format(text), value), text
+
+
+@pytest.mark.parametrize('text', ['1.5E3', '2E-3', '(18)', '[-18]', '(3/4)'])
+def test_powers_of_ten_and_brackets_are_those_of_math_verify(text):
+  value, _ = math_verify.parse(f'\\boxed{{{text}}}', parsing_timeout=None)
+  assert float(plain_numbers.read(text).value) == float(value)
 
 
 def test_choices_are_recognized():

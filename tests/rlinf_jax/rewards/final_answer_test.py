@@ -9,6 +9,7 @@ from rlinf_jax.rewards import final_answer
 SAME = [
   ['It is 0.5', '\\boxed{\\frac{1}{2}}', '\\boxed{\\dfrac{2}{4}}', '#### .50'],
   ['\\boxed{1,234}', 'so 1234.', '\\boxed{$1234.0$}', '\\boxed{1{,}234}'],
+  ['it is 1.2e3', '1200', '#### (1200)', '\\boxed{[1.2E3]}'],
   ['-5', '\u22125', '\\boxed{\u22125}', '#### **-5**', '12\u2212-5'],
   ['\\boxed{\\frac13}', '1/3'],
   ['#### 18.\n', '\\boxed{18}\n#### Check\nit holds', '#### Answer\n18'],

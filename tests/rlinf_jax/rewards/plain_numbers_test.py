@@ -78,10 +78,16 @@ def test_fractions_mixed_numbers_and_powers_of_ten():
     ('2 3/4 cups', '11/4'),
     ('1.5 \\times 10^{3}', '1500'),
     ('10^{-2}', '1/100'),
+    ('-1.5E+3 kg', '-1500'),
+    ('1e-30', f'1/{10**30}'),
+    ('x = (3/4) m', '3/4'),
+    ('It is: [ 12 % ]', '12'),
   ]:
     assert plain_numbers.read(text).value == fractions.Fraction(value)
   assert plain_numbers.read('1/0') is None
   assert plain_numbers.read('1 5/2') is None
+  for text in ('1e99', '1e100', '2e', '0x1e3', '3.1e2.5', 'a1e3'):
+    assert plain_numbers.read(text) is None, text
 
 
 def test_a_rounded_number_is_the_one_after_the_sign():
