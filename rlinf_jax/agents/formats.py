@@ -14,8 +14,11 @@ from rlinf_jax.data import chat_template
 # template is rendered.
 TURN = 'rlinf-jax-turn'
 THOUGHT = 'rlinf-jax-thought'
-REACT_CALL = re.compile(
-  r'^[ \t]*Action(?: \d+)?:[ \t]*(.*)(?:\s*^[ \t]*Action Input:(.*))?', re.M
+REACT_ACTION = re.compile(r'^[ \t]*Action(?: \d+)?:', re.M)
+REACT_INPUT = re.compile(r'^[ \t]*Action Input(?: \d+)?:', re.M)
+# What ends an action, if the model goes on.
+REACT_NEXT = re.compile(
+  r'^[ \t]*(?:Thought|Observation|Final Answer)(?: \d+)?:', re.M
 )
 HERMES_CALL = re.compile(r'<tool_call>(.*?)(?:</tool_call>|$)', re.S)
 
@@ -115,27 +118,53 @@ def react(text: str) -> list[ToolCall]:
   """Reads the last `Action: tool[argument]`, as in arXiv:2210.03629.
 
   Or `Action: tool` with `Action Input: …` in the next line, which is the
-  argument, or an object of JSON with all arguments. A text without an action,
-  or whose action is `Finish[…]`, has no calls.
+  argument, or an object of JSON with all arguments. An argument may have
+  several lines; after `Action Input:` it ends with an empty one, unless it is
+  such an object. A text without an action, or whose action is `Finish[…]`, has
+  no calls.
 
   Raises:
     FormatError: if an action has neither form.
   """
-  found = REACT_CALL.findall(text)
-  if not found:
+  _, *actions = REACT_ACTION.split(text)
+  if not actions:
     return []
-  action, given = (part.strip() for part in found[-1])
-  bracket = re.fullmatch(r'([\w.-]+)\[(.*)\]', action)
-  name, argument = bracket.groups() if bracket else (action, given)
+  text = REACT_NEXT.split(actions[-1])[0]
+  action, *given = map(str.strip, REACT_INPUT.split(text, maxsplit=1))
+  given = ''.join(given)
+  bracket = _react_bracket(action)
+  name, argument = bracket or (action.partition('\n')[0].strip(), given)
   if name.lower() == 'finish':
     return []
   if not re.fullmatch(r'[\w.-]+', name) or bool(bracket) == bool(given):
     raise FormatError('write a call as Action: tool[argument]')
   try:
-    arguments = json.loads(argument)
+    arguments, end = json.JSONDecoder().raw_decode(argument)
   except (RecursionError, ValueError):
-    arguments = argument
-  return [ToolCall(name, arguments if type(arguments) is dict else argument)]
+    arguments, end = None, 0
+  is_whole = not bracket or end == len(argument.rstrip())
+  if type(arguments) is not dict or not is_whole:
+    arguments = argument if bracket else re.split(r'\n\s*\n', argument)[0]
+  return [ToolCall(name, arguments)]
+
+
+def _react_bracket(action: str) -> tuple[str, str] | None:
+  """The tool and the argument of `tool[argument]`; None if it is not one.
+
+  The first line is one by itself, or the bracket closes in a later one.
+  """
+  line = re.match(r'([\w.-]+)\[(.*)\][ \t]*$', action, re.M)
+  if line:
+    return line.groups()
+  start = re.match(r'([\w.-]+)\[', action)
+  depth = 1
+  for i in range(start.end() if start else len(action), len(action)):
+    depth += (action[i] == '[') - (action[i] == ']')
+    if depth == 0:
+      rest = action[i + 1 :].partition('\n')[0]
+      argument = action[start.end() : i].strip('\n')
+      return None if rest.strip() else (start[1], argument)
+  return None
 
 
 def react_answer(text: str) -> str:

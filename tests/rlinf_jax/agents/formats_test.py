@@ -90,6 +90,9 @@ def test_calls_of_llama_3_1_are_read():
       formats.llama_json(broken)
 
 
+CODE = 'x = [1,\n  2]\nprint(x)'
+
+
 @pytest.mark.parametrize(
   'text, calls',
   [
@@ -100,6 +103,15 @@ def test_calls_of_llama_3_1_are_read():
     ('Action: add[{"a": 1, "b": 2}]', [('add', {'a': 1, 'b': 2})]),
     ('Action: add[12]', [('add', '12')]),
     ('Action: a[1]\nObservation: x\nAction: b[2]', [('b', '2')]),
+    ('Action: a[1]\nI wait for [x]', [('a', '1')]),
+    ('Action: run[x = [1,\n  2]\nprint(x)]\nObs', [('run', CODE)]),
+    ('Action: run\nAction Input: x = [1,\n  2]\nprint(x)', [('run', CODE)]),
+    ('Action: a\nAction Input: b\n\nI wait.\nFinal Answer: c', [('a', 'b')]),
+    ('Action: a\nAction Input: b\nObservation: c', [('a', 'b')]),
+    ('Action: a\nAction Input: {\n"b":\n\n1}\nNow.', [('a', {'b': 1})]),
+    ('Action: a[{"b": 1} or 2]', [('a', '{"b": 1} or 2')]),
+    ('Action: Finish[two\nmice]', []),
+    ('Action: Finish\nmice', []),
     ('Thought: done.\nAction: Finish[mice]', []),
     ('I know.\nFinal Answer: mice', []),
     ('The action: none.', []),
@@ -110,7 +122,11 @@ def test_react_calls_are_read(text, calls):
 
 
 @pytest.mark.parametrize(
-  'action', ['look for owls', 'search', 'search[a', '[a]', '', 'se arch[a]']
+  'action',
+  [
+    *('look for owls', 'search', 'search[a', '[a]', '', 'se arch[a]'),
+    *('search[a\nb', 'search[a\nb] or c', 'a[1]\nAction Input: b', 'a[\n]]'),
+  ],
 )
 def test_broken_react_calls_are_refused(action):
   with pytest.raises(formats.FormatError, match='write a call as Action'):
