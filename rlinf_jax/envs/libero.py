@@ -32,6 +32,7 @@ def env(
   *,
   task_ids: Sequence[int] = (0,),
   group_size: simulator.PositiveInt = 1,
+  equal_tasks: bool = False,
   instructions: Callable[[Sequence[str]], Any] | None = None,
   **settings,
 ):
@@ -45,12 +46,25 @@ def env(
     num_processes: to spread them over.
     task_ids: numbers of the suite's tasks.
     group_size: adjacent environments of one task, such as GRPO's groups.
+    equal_tasks: refuses a number of environments that gives some tasks more of
+      them than others. In an evaluation, those tasks would start in some
+      initial states twice, and others never in some.
     instructions: encodes texts as tokens, such as `instructions.pi0`.
       Observations with images then have the tokens of their task under
       'prompt', in place of its bytes.
     **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
       their names there, all others of `make`.
+
+  Raises:
+    ValueError: as `equal_tasks` says.
   """
+  if equal_tasks and num_envs % (len(task_ids) * group_size):
+    raise ValueError(
+      f'{num_envs} environments are no multiple of {len(task_ids)} tasks in '
+      f'groups of {group_size}, so an evaluation would start in some initial '
+      'states twice and in others never: give a multiple (EVAL_ENVIRONMENTS in '
+      'gin), or bind equal_tasks = False.'
+    )
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
   if instructions is not None:

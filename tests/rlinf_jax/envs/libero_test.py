@@ -254,6 +254,15 @@ def test_an_evaluation_starts_in_every_initial_state_once(
   assert [sorted(x) for x in started] == [[*range(50)]] * tasks
 
 
+@pytest.mark.parametrize('num_envs, group_size', [(25, 1), (5, 1), (10, 2)])
+def test_an_evaluation_of_tasks_with_unequal_attempts_is_refused(
+  num_envs, group_size
+):
+  settings = {'task_ids': range(10), 'group_size': group_size}
+  with pytest.raises(ValueError, match=f'{num_envs} environments are no mul'):
+    libero.env('libero_spatial', num_envs, equal_tasks=True, **settings)
+
+
 @needs_meshes
 def test_environments_tell_their_tasks_by_name(of_cheese, monkeypatch):
   monkeypatch.setattr(env_pool, 'make_pool', lambda *_, **__: of_cheese)
