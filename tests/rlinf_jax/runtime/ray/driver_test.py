@@ -1,13 +1,7 @@
-"""A RayRuntime computes the bits of a LocalRuntime, and survives deaths."""
+"""A RayRuntime computes the bits of a LocalRuntime, and names what fails."""
 
-import contextlib
 import functools
-import itertools
 import json
-import os
-import re
-import signal
-import threading
 import time
 
 import jax
@@ -17,13 +11,11 @@ import psutil
 import pytest
 import ray
 
-import claims
-import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.runtime import local, programs
-from rlinf_jax.runtime.base import ProcessDiedError, StageError
+from rlinf_jax.runtime.base import StageError
 from rlinf_jax.runtime.ray import connection, driver, resources
 from rlinf_jax.state import state_readers
 import saved
@@ -287,35 +279,6 @@ def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(runtimes):
   assert saved.state_of(remote) == 17
 
 
-def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
-  remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
-  remote.start(first())
-  assert remote.step(batch(1), KEY) == 8
-  future = remote.submit(batch(9), KEY)
-  time.sleep(1)
-  start = time.monotonic()
-  os.kill(remote.processes()['a']['pid'], signal.SIGKILL)
-  with pytest.raises(StageError, match="process of place 'a' has died"):
-    future.result(timeout=60)
-  assert time.monotonic() - start < 12  # Before the sleep ends.
-  remote.start(first(1.0), 1)  # Starts the process again.
-  assert remote.step(batch(2), KEY) == 16 and saved.state_of(remote) == 17
-
-
-def test_a_process_that_dies_without_state_is_replaced_in_seconds(runtimes):
-  remote, _ = runtimes(PAIR, functools.partial(simple, sleep))
-  remote.start(first())
-  assert remote.step(batch(1), KEY) == 8
-  before, future = remote.processes()['b']['pid'], remote.submit(batch(9), KEY)
-  time.sleep(1)
-  os.kill(before, signal.SIGKILL)
-  assert future.result(timeout=60) == 72 and saved.state_of(remote) == 80
-  (line,) = remote.notices()
-  assert "place 'b' has died in step 2 and was replaced in " in line
-  assert remote.processes()['b']['pid'] != before
-  assert remote.step(batch(1), KEY) == 8
-
-
 def test_a_receive_timeout_names_the_value_and_its_sender(runtimes):
   remote, _ = runtimes(
     PAIR, functools.partial(simple, sleep), receive_timeout=6.0
@@ -345,92 +308,3 @@ def test_more_devices_than_ray_has_are_refused(runtimes, monkeypatch):
   remote = driver.RayRuntime(plan, simple, step=step, evaluate=evaluate)
   with pytest.raises(ValueError, match=r"wants 500 CPU for 'a', and Ray has"):
     remote.start(first())
-
-
-STEPS = 6
-
-
-def kill(remote, place):
-  with contextlib.suppress(ProcessLookupError):
-    os.kill(remote.processes()[place]['pid'], signal.SIGKILL)
-
-
-def survive(remote, rng, victims, kills):
-  """Runs steps while processes are killed; keeps every second state.
-
-  Returns:
-    The info of each step, the last state, how many deaths stopped the run, and
-    the notices of those that did not.
-  """
-  states, infos, died, notices = [0.0], [], 0, []
-  remote.start(first())
-  while len(infos) < STEPS:
-    timer = None
-    if died + len(notices) < kills:
-      timer = threading.Timer(
-        rng.uniform(0, 0.05), kill, [remote, next(victims)]
-      )
-      timer.start()
-    try:
-      while len(infos) < STEPS:
-        infos.append(float(remote.step(batch(len(infos) % 5), KEY)))
-        notices += remote.notices()
-        if len(infos) % 2 == 0:
-          states.append(float(saved.state_of(remote)))
-    except ProcessDiedError:
-      died += 1
-      infos = infos[: 2 * (len(states) - 1)]
-      remote.start(first(states[-1]), len(infos))
-    finally:
-      if timer is not None:
-        timer.cancel()
-        timer.join()
-  return infos, states[-1], died, notices
-
-
-@pytest.mark.parametrize('deaths', claims.some([5, 30], keep=[5]))
-def test_deaths_at_any_moment_change_nothing(runtimes, deaths):
-  remote, local_ = runtimes(PAIR, simple)
-  in_memory.start(local_, jnp.zeros(()))
-  want = [float(local_.step(batch(i % 5), KEY)) for i in range(STEPS)]
-  final, rng = float(in_memory.state(local_)), np.random.default_rng(0)
-  died, notices, victims = 0, 0, itertools.cycle('ab')
-  while died + notices < deaths:
-    infos, state, more, lines = survive(remote, rng, victims, 3)
-    # The state after the last step: a place may be killed right after it.
-    assert infos == want and state == final
-    died, notices = died + more, notices + len(lines)
-    assert all("of place 'b' has died" in line for line in lines)
-  assert min(died, notices) > deaths // 6  # `a` holds the state, `b` nothing.
-
-
-@pytest.mark.parametrize(
-  'staleness, deaths', claims.some([(0, 4), (1, 4), (1, 1)], keep=[(1, 1)])
-)
-def test_a_place_that_only_holds_copies_is_replaced_within_a_step(
-  runtimes, staleness, deaths
-):
-  """At any moment: no state is loaded again, and all bits are the same."""
-  sketch = TWO | {'pieces': 2}
-  remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
-  make = functools.partial(grpo, staleness)
-  want = run(local_, make, steps=8)
-  local_.close()
-  tiny.assert_same_bits(run(remote, make, steps=8), want)  # It compiles, too.
-  assert_told(remote)
-  rng, notices = np.random.default_rng(staleness), []
-  for _ in range(deaths):
-    timer = threading.Timer(rng.uniform(0, 0.4), kill, [remote, 'actor'])
-    got = run(
-      remote,
-      make,
-      steps=8,
-      after_load=timer.start,
-      # A place that dies while it writes its state ends the run.
-      before_read=timer.join,
-    )
-    tiny.assert_same_bits(got, want)
-    notices += remote.notices()
-  assert notices
-  for line in notices:
-    assert re.search("'actor' has died in step .* and was replaced", line)
