@@ -258,8 +258,9 @@ class Policy(NamedTuple):
       `out_shapes`, it takes keys or their bits and is a `Deferred`; rows that
       `should_continue` stops have the tokens drawn by then, or, with
       `in_background`, are as they were and go on for a later call with them.
-      It then also takes a `temperature` in place of that of `sampling`, and of
-      one row `heard`, called with new tokens and their log-probabilities.
+      It then also takes a `temperature` in place of that of `sampling`, as
+      `act` does, and of one row `heard`, called with new tokens and their
+      log-probabilities. Without `out_shapes`, both take `sampling` itself.
     empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
       `cache` and `max_unread` and returns the cache, too; None if it has none.
     engine: continuous batching, for the cost model; None without it.

@@ -142,13 +142,22 @@ class _Generator:
   limits: dict[str, Any]
   rows: vllm_rows.Rows = dataclasses.field(default_factory=vllm_rows.Rows)
 
-  def act(self, params, prompt, key_B, *, group_size=1, greedy=False):
+  def act(
+    self,
+    params,
+    prompt,
+    key_B,
+    *,
+    group_size=1,
+    greedy=False,
+    temperature=None,
+  ):
     """Completes prompts."""
     prompts = [
       token_P[mask_P > 0].tolist()
       for token_P, mask_P in zip(prompt.token, prompt.mask, strict=True)
     ]
-    draw = self._draw(greedy)
+    draw = self._draw(greedy, temperature)
     settings = [draw | self.limits | {'seed': seed} for seed in _seeds(key_B)]
     length = prompt.token.shape[1] + self.response_length
     # vLLM's prefix cache recognizes the equal prompts of a group by itself.

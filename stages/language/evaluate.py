@@ -1,6 +1,7 @@
 """Evaluation of a policy on held-out problems."""
 
 from collections.abc import Callable, Sequence
+import dataclasses
 import functools
 
 import jax
@@ -24,6 +25,7 @@ def evaluate(
   *,
   samples: ranges.PositiveInt = 1,
   greedy: bool | None = None,
+  temperature: ranges.PositiveFloat | None = None,
   converse: Callable = policy_stages.one_turn,
 ) -> Callable:
   """Returns `Version, problem, key, params=() -> info`: metrics of answers.
@@ -46,17 +48,32 @@ def evaluate(
       problem first, so the standard error is that of independent problems.
     greedy: takes the most likely tokens instead of samples; by default, if
       there is one completion a problem.
+    temperature: divides the logits that samples are drawn from; None for that
+      of the policy.
     converse: generates the rows: `policy_stages.one_turn`, a completion each,
       or `conversation.converse`, a conversation each.
 
   Raises:
-    ValueError: for several greedy completions, which would all be the same.
+    ValueError: for several greedy completions, which would all be the same, or
+      a temperature of greedy ones.
   """
   greedy = samples == 1 if greedy is None else greedy
   if samples < 1 or (greedy and samples > 1):
     raise ValueError(
       f'An evaluation has {samples} {"greedy " * greedy}completions of each '
       'problem: give one greedy completion, or one or more samples.'
+    )
+  if temperature is not None:
+    if greedy:
+      raise ValueError(
+        f'An evaluation has the temperature {temperature} and takes the '
+        'likeliest tokens, which do not depend on it: give several samples '
+        '(EVAL_SAMPLES in gin), or leave the temperature out.'
+      )
+    policy = (
+      _at_temperature(policy, temperature)
+      if isinstance(policy, base.Policy)
+      else [_at_temperature(x, temperature) for x in policy]
     )
   if isinstance(policy, base.Policy):
     policy = policy._replace(replays_routing=False)  # Nothing is trained.
@@ -82,6 +99,18 @@ def evaluate(
     return score(x, verdict, problem.weight) | {SAMPLES: metrics.Rows(rows)}
 
   return run
+
+
+def _at_temperature(policy: base.Policy, temperature: float) -> base.Policy:
+  """The policy, which samples at another temperature."""
+  sampling = dataclasses.replace(policy.sampling, temperature=temperature)
+  if policy.out_shapes is None:
+    change = lambda f: f and functools.partial(f, sampling=sampling)
+  else:
+    change = lambda f: f and functools.partial(f, temperature=temperature)
+  return policy._replace(
+    act=change(policy.act), resume=change(policy.resume), sampling=sampling
+  )
 
 
 def pass_at_k(correct_G, k: int, kept_G=None):

@@ -63,11 +63,11 @@ def is_even(answer_B, action_BT, mask_BT):
   return base.Verdict(right_B, right_B, vote=action_BT[:, 0])
 
 
-def evaluated(samples, weight=None):
+def evaluated(samples, weight=None, **settings):
   policy = tiny.policy()
   problem = tiny.problem(4)._replace(answer=jnp.zeros(4, int), weight=weight)
   version = base.Version(policy.init(jax.random.key(0)), jnp.int32(0))
-  run = evaluate.evaluate(policy, is_even, samples=samples)
+  run = evaluate.evaluate(policy, is_even, samples=samples, **settings)
   info = jax.device_get(run(version, problem, jax.random.key(1)))
   return metrics.read(info)
 
@@ -96,6 +96,38 @@ def test_samples_of_a_problem_differ_and_one_is_greedy():
   numbers, one = evaluated(samples=1)
   assert len(one[evaluate.SAMPLES]['completion']) == 4
   assert not any('_at_' in name for name in numbers)
+
+
+def test_an_evaluation_may_have_a_temperature_of_its_own():
+  cold, warm = (
+    evaluated(samples=4, temperature=t)[1][evaluate.SAMPLES]['completion']
+    for t in (1e-4, None)
+  )
+  _, greedy = evaluated(samples=1)
+  likeliest = greedy[evaluate.SAMPLES]['completion'].repeat(4, axis=0)
+  np.testing.assert_array_equal(cold, likeliest)
+  assert (warm != likeliest).any()
+
+
+def test_a_temperature_of_an_engine_is_given_to_it():
+  given = []
+
+  def act(params, prompt, key_B, *, temperature=None, **_):
+    given.append(temperature)
+    return tiny.policy().act(params, prompt, key_B)
+
+  policy = tiny.policy()._replace(
+    act=act, out_shapes=lambda *args: jax.eval_shape(tiny.policy().act, *args)
+  )
+  changed = evaluate._at_temperature(policy, 0.5)
+  args = policy.init(jax.random.key(0)), tiny.problem(4).prompt
+  changed.act(*args, jax.random.split(jax.random.key(1), 4))
+  assert given == [0.5] and changed.sampling.temperature == 0.5
+
+
+def test_a_temperature_of_greedy_completions_is_refused():
+  with pytest.raises(ValueError, match='temperature 0.6 and takes the likelie'):
+    evaluate.evaluate(tiny.policy(), is_even, temperature=0.6)
 
 
 def test_greedy_samples_are_refused():
