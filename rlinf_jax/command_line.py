@@ -88,7 +88,8 @@ def of_flags(error: flags.Error) -> str:
   """The sentence for an error of absl about flags."""
   help_ = ' --help lists the flags.'
   if not isinstance(error, flags.UnrecognizedFlagError):
-    return f'{" ".join(str(error).split())[:LONGEST]}.{help_}'
+    text = ' '.join(str(error).split())[:LONGEST].removesuffix('.')
+    return f'{text}.{help_}'
   hint = str(error).partition('Did you mean: ')[2].removesuffix(' ?')
   mean = f'; did you mean --{hint}?' if hint else '.'
   setting = (

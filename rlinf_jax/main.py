@@ -10,6 +10,7 @@ r"""Command line: trains, resumes, evaluates or plans the recipe of a gin file.
     --plan_only --cluster gin_configs/clusters/h100.gin
 """
 
+import math
 import os
 import pathlib
 import shutil
@@ -81,6 +82,9 @@ PLAN_SECONDS = flags.DEFINE_float(
   'not proved that its plan is the fastest. If it has no plan by then, one '
   'that runs all stages on all devices is looked for.',
   lower_bound=0.0,
+)
+flags.register_validator(
+  PLAN_SECONDS, lambda x: not math.isnan(x), 'It must be a number.'
 )
 EVAL_ONLY = flags.DEFINE_bool(
   'eval_only', False, "Evaluate the recipe's policy without training it."

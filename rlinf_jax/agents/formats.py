@@ -16,7 +16,7 @@ TURN = 'rlinf-jax-turn'
 THOUGHT = 'rlinf-jax-thought'
 REACT_ACTION = re.compile(r'^[ \t]*Action(?: \d+)?:', re.M)
 REACT_INPUT = re.compile(r'^[ \t]*Action Input(?: \d+)?:', re.M)
-# What ends an action, if the model goes on.
+# A line that ends an action, if the model goes on.
 REACT_NEXT = re.compile(
   r'^[ \t]*(?:Thought|Observation|Final Answer)(?: \d+)?:', re.M
 )

@@ -50,6 +50,9 @@ _POINT_MINUTES = flags.DEFINE_float(
   'Minutes after which a point is stopped; the same command continues it.',
   lower_bound=0.0,
 )
+flags.register_validator(
+  _POINT_MINUTES, lambda minutes: minutes > 0, 'It must be a number above 0.'
+)
 _METRIC = flags.DEFINE_string(
   'metric', None, 'The metric to compare; by default accuracy or success.'
 )

@@ -80,7 +80,11 @@ WRONG = [
   ('chat', ['x', '--length=0'], 'flag --length=0: '),
   ('chat', ['x', '--length=999999999'], 'flag --length=999999999: '),
   ('chat', ['x', '--temperature=hot'], 'flag --temperature=hot: '),
-  ('chat', ['x', '--temperature=nan'], 'flag --temperature=nan: '),
+  (
+    'chat',
+    ['x', '--temperature=nan'],
+    'flag --temperature=nan: It must be a number. --h',
+  ),
   ('chat', ['x', '--temperature=-1'], 'flag --temperature=-1: '),
   ('chat', ['x', '--seed=-1'], 'flag --seed=-1: '),
   ('chat', ['x', f'--seed={10**30}'], 'flag --seed=1000'),
