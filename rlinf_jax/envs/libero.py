@@ -58,13 +58,8 @@ def env(
   Raises:
     ValueError: as `equal_tasks` says.
   """
-  if equal_tasks and num_envs % (len(task_ids) * group_size):
-    raise ValueError(
-      f'{num_envs} environments are no multiple of {len(task_ids)} tasks in '
-      f'groups of {group_size}, so an evaluation would start in some initial '
-      'states twice and in others never: give a multiple (EVAL_ENVIRONMENTS in '
-      'gin), or bind equal_tasks = False.'
-    )
+  if equal_tasks:
+    task_turns.check_equal(num_envs, len(task_ids), group_size)
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
   if instructions is not None:

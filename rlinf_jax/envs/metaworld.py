@@ -35,6 +35,7 @@ def env(
   num_processes: simulator.PositiveInt = 1,
   *,
   group_size: simulator.PositiveInt = 1,
+  equal_tasks: bool = False,
   descriptions: Mapping[str, str] | None = None,
   instructions: Callable[[Sequence[str]], Any] | None = None,
   **settings,
@@ -48,6 +49,9 @@ def env(
     num_envs: how many environments.
     num_processes: to spread them over.
     group_size: adjacent environments of one task, such as GRPO's groups.
+    equal_tasks: refuses a number of environments that gives some tasks more of
+      them than others. In an evaluation, those tasks would start in some
+      scenes twice, and others never in some.
     descriptions: what is to be done, in words, by task. Others have the words
       of their name: 'door-open-v3' is 'door open'.
     instructions: encodes texts as tokens, such as `instructions.pi0`.
@@ -55,6 +59,9 @@ def env(
       'prompt', in place of its bytes.
     **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
       their names there, all others of `make`.
+
+  Raises:
+    ValueError: for `tasks` that are one text, or as `equal_tasks` says.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
@@ -63,6 +70,8 @@ def env(
       f'`tasks` is {tasks!r}, and several are given as a tuple: make it '
       f'({tasks!r},).'
     )
+  if equal_tasks:
+    task_turns.check_equal(num_envs, len(tasks), group_size)
   texts = [_description(task, descriptions or {}) for task in tasks]
   if instructions is not None:
     settings['prompts'] = task_turns.prompts(instructions, texts)

@@ -37,6 +37,21 @@ def scene(seed: int, num_tasks: int, num_scenes: int) -> int:
   return seed // num_tasks % num_scenes
 
 
+def check_equal(num_envs: int, num_tasks: int, group_size: int):
+  """Refuses environments of which some tasks would have more than others.
+
+  Raises:
+    ValueError: if the number of environments is no multiple.
+  """
+  if num_envs % (num_tasks * group_size):
+    raise ValueError(
+      f'{num_envs} environments are no multiple of {num_tasks} tasks in groups '
+      f'of {group_size}, so an evaluation would start in some scenes twice and '
+      'in others never: give a multiple (EVAL_ENVIRONMENTS in '
+      'gin), or bind equal_tasks = False.'
+    )
+
+
 def with_names(made, given: Sequence[str], group_size: int):
   """An Env whose evaluations report the success in each task by its name.
 

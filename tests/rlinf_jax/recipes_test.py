@@ -206,7 +206,11 @@ def flows(name, bindings, folder, *more):
   if 'pi0_libero' in name:
     bindings = [*bindings, *pi0_rl_bindings(folder / 'model', 7)]
   if 'pi0_metaworld' in name:
-    small = ['metaworld.env.image_size = 32', 'EVAL_ENVIRONMENTS = 2']
+    small = [
+      'metaworld.env.image_size = 32',
+      "metaworld.env.tasks = ('reach-v3', 'door-open-v3')",
+      'EVAL_ENVIRONMENTS = 2',
+    ]
     given = pi0_rl_bindings(folder / 'model', 4, state=4)
     bindings = [*bindings, *given, *small]
   stack = contextlib.ExitStack()

@@ -146,6 +146,8 @@ def test_settings_that_meta_world_cannot_follow_are_refused():
     metaworld.make(0, TASKS, horizon=490, settle_steps=15)
   with pytest.raises(ValueError, match=r"make it \('reach-v3',\)"):
     metaworld.env(TASK, 4)
+  with pytest.raises(ValueError, match='3 environments are no multiple of 2'):
+    metaworld.env(TASKS, 3, equal_tasks=True)
 
 
 @needs_metaworld
