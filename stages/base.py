@@ -262,7 +262,8 @@ class Policy(NamedTuple):
       `act` does, and of one row `heard`, called with new tokens and their
       log-probabilities. Without `out_shapes`, both take `sampling` itself.
     empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
-      `cache` and `max_unread` and returns the cache, too; None if it has none.
+      `cache` and `max_unread` and returns the cache, too; None if it has none,
+      as in slots.
     engine: continuous batching, for the cost model; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.
@@ -300,6 +301,13 @@ class Policy(NamedTuple):
   imitation_is_mean: bool = False
   trains_router: bool = False
   replays_routing: bool = False
+
+  @property
+  def can_take_turns(self) -> bool:
+    """Whether it continues completions that others have added tokens to."""
+    is_engine = self.out_shapes is not None
+    has_cache = is_engine or self.empty_cache is not None
+    return self.resume is not None and has_cache
 
 
 class Workflow(NamedTuple):

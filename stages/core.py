@@ -123,6 +123,15 @@ class EngineCost(NamedTuple):
     attention: of slots: with the arguments of the stage, the work of attention
       on the platform traced for, in place of what `equivalent` computes in its
       `scope`; None if the stage has no slots.
+    resume: of slots: as `equivalent`, for completions that are continued; None
+      if they cannot be.
+    continued: of slots: rows of a call that earlier ones have started. They
+      enter slots together, which are as many if `max_rows` is less; devices
+      have equally many of them.
+    rows: of a stage of grain 'batch': rows of its arguments, given their
+      shapes; None for other grains.
+    resized: likewise: `rows, *arguments -> arguments`, shapes of arguments that
+      have about as many rows.
   """
 
   equivalent: Callable[..., Any]
@@ -133,16 +142,25 @@ class EngineCost(NamedTuple):
   cache_shards: float = math.inf
   calls: int = 1
   attention: Callable[..., AttentionWork] | None = None
+  resume: Callable[..., Any] | None = None
+  continued: int = 0
+  rows: Callable[..., int] | None = None
+  resized: Callable[..., tuple] | None = None
 
 
 def slots_cost(
-  equivalent: Callable[..., Any], slots: int, attention: Callable
+  equivalent: Callable[..., Any],
+  resume: Callable[..., Any] | None,
+  slots: int,
+  attention: Callable,
 ) -> EngineCost:
   """The cost of a loop in JAX that decodes in `slots`.
 
   Its keys and values count with its other arrays.
   """
-  return EngineCost(equivalent, math.inf, 0.0, slots, attention=attention)
+  return EngineCost(
+    equivalent, math.inf, 0.0, slots, attention=attention, resume=resume
+  )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

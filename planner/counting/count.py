@@ -138,7 +138,10 @@ def of_node(
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
     if node.stage.host:
       return decode.of_engine(_interpolated(counted), engine)
-    return decode.of_slots(_interpolated(counted), engine, attention)
+    rows = 0
+    if engine.rows is not None:
+      rows = engine.rows(*_arguments(flow, node, 0))
+    return decode.of_slots(_interpolated(counted), engine, attention, rows)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')
     raise
@@ -171,6 +174,11 @@ def _sizes(flow, node, parts=PARTS) -> list[int]:
   Parts of a group read what its rows share as often as a whole group does, so
   the work of fewer rows than a group's is another line.
   """
+  engine = node.stage.engine
+  if engine and engine.resized:
+    shapes = _arguments(flow, node, 0)
+    some = {engine.rows(*shapes) // part for part in parts} - {0}
+    return sorted({engine.rows(*engine.resized(x, *shapes)) for x in some})
   group_size = node.stage.group_size
   groups = flow.rows_of(node) // group_size
   some = {group_size * (groups // part) for part in parts} - {0}
@@ -257,7 +265,11 @@ def _arguments(flow, node, rows: int):
     if rows and v in node.rows:
       shape = (rows, *shape[1:])
     leaves.append(jax.ShapeDtypeStruct(shape, value.dtype))
-  return jax.tree.unflatten(node.in_tree, leaves)
+  shapes = jax.tree.unflatten(node.in_tree, leaves)
+  engine = node.stage.engine
+  if rows and engine and engine.resized:
+    return engine.resized(rows, *shapes)
+  return shapes
 
 
 def _with_choices(flow, node, counter, counted, how) -> StageWork:

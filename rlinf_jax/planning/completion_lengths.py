@@ -60,11 +60,7 @@ def with_lengths(works, lengths: Sequence[int] | None):
     raise ValueError(
       'Lengths were given, and no stage has rows that end early.'
     )
-  barriers = [
-    name
-    for name in open_ended
-    if isinstance(works[name], StageWork) and not works[name].rows
-  ]
+  barriers = [name for name in open_ended if _is_barrier(works[name])]
   if barriers:
     raise ValueError(
       f'Lengths were given, and {barriers[0]} ends when enough rows have '
@@ -77,3 +73,10 @@ def with_lengths(works, lengths: Sequence[int] | None):
     f'Rows of {names} have the {len(lengths):,} lengths that were given; the '
     f'longest is {max(lengths):,} tokens.'
   )
+
+
+def _is_barrier(call: StageWork | decode.DecodeWork) -> bool:
+  """Whether a call has the rows of the whole batch together."""
+  if isinstance(call, decode.DecodeWork):
+    return call.all_rows > 0
+  return not call.rows

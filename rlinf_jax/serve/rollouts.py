@@ -120,7 +120,7 @@ def converse(
     ValueError: for a policy that decodes in slots, reads pictures or replays
       routing.
   """
-  if policy.resume is None:
+  if not policy.can_take_turns:
     raise ValueError(
       'The endpoint of agents has no slots of its own and records no routing: '
       'leave out slots and replay_routing, and use a language model that reads '

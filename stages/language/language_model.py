@@ -54,8 +54,8 @@ def policy(
       recomputes.
     slots: rows that a device decodes at once; waiting rows take the place of
       rows that have ended. The tokens are the same. None to decode all rows
-      until the longest has ended. With slots, and where the model reads
-      pictures, unfinished rows cannot be carried to another step.
+      until the longest has ended. Where the model reads pictures, unfinished
+      rows cannot be carried to another step.
     packed_tokens: tokens that a packed row has room for; completions are then
       scored in packed rows, see `packing`, one on each device at a time. None
       to score all of them together, padded to the longest possible.
@@ -121,18 +121,19 @@ def _decoders(
 ) -> tuple[Callable, Callable | None, Callable | None, core.EngineCost | None]:
   """The policy's `act`, `resume`, `empty_cache` and `engine`; see `policy`."""
   act = functools.partial(generate.generate, model, length=length, **settings)
-  if slots is None:
-    if model.config.vision is not None:
-      return act, None, None, None
+  resume = None
+  if model.config.vision is None:
     resume = functools.partial(generate.resume, model, **settings)
+  if slots is None:
     empty = functools.partial(kept_cache.empty, model.config, length=length)
-    return act, resume, empty, None
+    return act, resume, resume and empty, None
   work = functools.partial(slot_cache.attention_work, model.config, length)
-  engine = core.slots_cost(act, slots, work)
-  act = functools.partial(
-    continuous.generate, model, slots=slots, length=length, **settings
-  )
-  return act, None, None, engine
+  engine = core.slots_cost(act, resume, slots, work)
+  settings['slots'] = slots
+  act = functools.partial(continuous.generate, model, length=length, **settings)
+  if resume:
+    resume = functools.partial(continuous.resume, model, **settings)
+  return act, resume, None, engine
 
 
 def _within_positions(

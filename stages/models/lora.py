@@ -343,7 +343,10 @@ def wrap(
 
   engine = policy.engine
   if engine:
-    engine = engine._replace(equivalent=prepared(engine.equivalent, merge))
+    engine = engine._replace(
+      equivalent=prepared(engine.equivalent, merge),
+      resume=prepared(engine.resume, merge),
+    )
   return policy._replace(
     init=new,
     act=prepared(policy.act, merged),

@@ -48,6 +48,10 @@ class DecodeWork:
       of the parameters. Without an engine, each call decodes its rows in so
       many slots, which take as long where they are empty; infinite if it
       decodes all rows at once.
+    continued: rows of a call that earlier calls have started. They have slots
+      together, also where these are more than `max_rows`.
+    all_rows: rows of a call which has those of the whole batch together, as
+      partial rollouts do; 0 for others.
     cache_shards: most devices that divide the keys and values of an engine.
     is_separate: whether the engine is a program of its own, which holds its own
       copies of the parameters, as many and divided as its place's mesh says. It
@@ -67,6 +71,8 @@ class DecodeWork:
   engine: bool = False
   budget: float = math.inf
   max_rows: float = math.inf
+  continued: int = 0
+  all_rows: int = 0
   cache_shards: float = math.inf
   is_separate: bool = False
   calls: int = 1
@@ -101,7 +107,8 @@ class DecodeWork:
       rows: rows of a micro-batch, which an engine ignores.
     """
     axes, (at, pieces) = placement.axes, node.piece
-    there = max(flow.values[v].shape[0] for v in node.rows)
+    there = self._rows(flow, node)
+    rows = self.all_rows or rows
     parameters = collectives.Parameters(flow, node, model.layout)
     copies, ways = model.layout.row_ways(axes), parameters.ways(axes)
     speed = speed_lib.decode_speed(self, rows, model, parameters, placement)
@@ -125,7 +132,7 @@ class DecodeWork:
     elif self.has_slots:
       again, each = there / rows, max(1, rows // copies)
       ends = ends_lib.of_groups(
-        self, speed, each, int(min(self.max_rows, each)), copies
+        self, speed, each, int(min(self._most(copies), each)), copies
       )
       steps, prompts = again * ends[-1], again * speed.read(each)
     else:
@@ -152,6 +159,13 @@ class DecodeWork:
       shards = min(ways, self.cache_shards)
       rows = min(rows, self.budget * shards // self.kept)
     return int(max(1, rows))
+
+  def _rows(self, flow, node) -> int:
+    return self.all_rows or max(flow.values[v].shape[0] for v in node.rows)
+
+  def _most(self, copies: int) -> float:
+    """Returns the most rows that each of some devices decodes at once."""
+    return max(self.max_rows, math.ceil(self.continued / copies))
 
   def _bytes_of(self, values) -> float:
     """Returns the bytes of parameters in an engine's type."""
@@ -182,13 +196,14 @@ class DecodeWork:
       pieces: number of pieces of the batch.
       rows: rows of a micro-batch; None for all.
     """
-    there = max(flow.values[v].shape[0] for v in node.rows)
+    there = self._rows(flow, node)
     parameters = collectives.Parameters(flow, node, layout)
     copies, ways = layout.row_ways(axes), parameters.ways(axes)
     if self.engine:
       slots = self.slots(there / copies, ways)
     else:
-      slots = min((rows or there / pieces) / copies, self.max_rows)
+      at_once = self.all_rows or rows or there / pieces
+      slots = min(at_once / copies, self._most(copies))
     work = self.step.near(slots)
     item = max(map(collectives.item_bytes, work.per_row.matmul), default=0)
     kept = slots * self.kept / ways
@@ -293,7 +308,7 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
   )
 
 
-def of_slots(call: StageWork, cost, attention) -> DecodeWork:
+def of_slots(call: StageWork, cost, attention, all_rows: int = 0) -> DecodeWork:
   """Returns the work of a loop in JAX that decodes rows in slots.
 
   Every row has the maximum length, until lengths are given.
@@ -302,6 +317,7 @@ def of_slots(call: StageWork, cost, attention) -> DecodeWork:
     call: counted work of decoding all rows at once, without their attention.
     cost: what the stage says of its slots, `stages.EngineCost`.
     attention: the work of attention in slots, `stages.core.AttentionWork`.
+    all_rows: as in `DecodeWork`.
   """
   found = with_lengths(call, [round(max_tokens(call))], 'assumed')
   launched, whole, reads = NONE, NONE, []
@@ -336,6 +352,8 @@ def of_slots(call: StageWork, cost, attention) -> DecodeWork:
     attention=reads,
     context=float(attention.prompt),
     max_rows=cost.max_rows,
+    continued=cost.continued,
+    all_rows=all_rows,
   )
 
 

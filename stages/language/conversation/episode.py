@@ -226,7 +226,7 @@ def converse(
 
 def _check(policies: Sequence[base.Policy], envs: TextEnvs):
   """Raises for policies that cannot converse, or too few of them."""
-  if any(x.resume is None for x in policies):
+  if not all(x.can_take_turns for x in policies):
     raise ValueError(
       'A conversation continues after each answer, and this policy cannot '
       'continue a completion: leave out its slots (environments have slots of '

@@ -10,6 +10,7 @@ columns that are filled from the first one on. So the columns that an iteration
 writes differ by slot, and so do those that it has to read.
 """
 
+from collections.abc import Callable
 import functools
 from typing import NamedTuple
 
@@ -23,10 +24,12 @@ from stages import base
 from stages.language import sample
 from stages.language.decoding import (
   decode_layer,
-  kv_cache,
   prefill,
   routing_replay,
   slot_cache,
+  slot_rows,
+  stopping,
+  unfinished,
 )
 from stages.language.decoding import generate as static
 from stages.models import transformer
@@ -35,51 +38,6 @@ from stages.models.layers import rope
 # When no row is waiting and at most 1 / SHRINK of the slots hold a row, the
 # loop continues with 1 / SHRINK of the slots.
 SHRINK = 4
-
-
-class Slots(NamedTuple):
-  """Rows that are being decoded, one in each of M slots.
-
-  Attributes:
-    row_M: index of the row; B, the number of rows, where a slot is empty.
-    is_open_M: whether the row has not ended.
-    length_M: tokens that have been sampled of it.
-    prompt_M: columns of its prompt: tokens but for the last.
-    position_M: position of the last token of its prompt.
-    token_M: latest token.
-    caches: keys and values by layer, [M, K, C, W]. C is
-      `slot_cache.columns(P + T)`.
-    action_MT: sampled tokens.
-    logp_MT: their log-probabilities.
-    expert: experts of the tokens read, [M, T, L, k]; or None.
-  """
-
-  row_M: Array
-  is_open_M: Array
-  length_M: Array
-  prompt_M: Array
-  position_M: Array
-  token_M: Array
-  caches: tuple[kv_cache.LayerCache, ...]
-  action_MT: Array
-  logp_MT: Array
-  expert: Array | None = None
-
-
-class LoopState(NamedTuple):
-  """State of the decoding loop.
-
-  Attributes:
-    next_row: index of the next row to enter a slot.
-    slots: the rows that are being decoded.
-    completions: the rows that have ended.
-    expert: their experts, [B, T, L, k]; or None.
-  """
-
-  next_row: Array
-  slots: Slots
-  completions: base.Completions
-  expert: Array | None = None
 
 
 def generate(
@@ -111,30 +69,107 @@ def generate(
     **settings: `stop`, `sampling`, `greedy` and `record`, as in
       `generate.resume`.
   """
-  params = rules.gather(transformer.compute_params(model.config, params))
+  empty = static.empty_completions(model.config, prompt.token.shape[0], length)
   run = functools.partial(
-    _generate,
+    _generate, model, slots=slots, group_size=group_size, **settings
+  )
+  order = _order(prompt, group_size)
+  completions, routing = _on_each_device(
+    model, params, order, run, (prompt, key_B, empty)
+  )
+  return static.experience(prompt, completions, routing)
+
+
+def resume(
+  model: transformer.Transformer,
+  params: base.Params,
+  prompt: base.Prompt,
+  key_B: base.Key,
+  completions: base.Completions,
+  *,
+  slots: int,
+  group_size: int = 1,
+  num_started: int = 0,
+  should_continue: Callable[[Array], Array] = jnp.any,
+  **settings,
+) -> base.Completions:
+  """Continues completions until all rows have ended, or enough of them.
+
+  For any number of slots and on any mesh, the tokens are those of
+  `stages.language.decoding.generate.resume`, see `stopping`.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    prompt: prompts; the rows of a group are adjacent and equal.
+    key_B: one key a row.
+    completions: tokens so far, with room for the rest.
+    slots: number of rows that a device decodes at once; more, if more than that
+      are continued, as these enter slots together.
+    group_size: rows that share a prompt, which is read once for all of them.
+    num_started: number of leading rows that may already have tokens.
+    should_continue: as in `generate.resume`. It must be false for a part of
+      the rows for which it is false.
+    **settings: `stop`, `sampling` and `greedy`, as in `generate.resume`.
+  """
+  order = _order(prompt, group_size)
+  run = functools.partial(
+    _resume,
     model,
+    stopping.Rule(should_continue, order, completions.mask.shape[1]),
     slots=slots,
-    length=length,
+    num_started=order.on_each(num_started),
     group_size=group_size,
     **settings,
   )
-  B = prompt.token.shape[0]
-  if rules.devices_of('B', B // group_size) > 1:
-    axes = rules.mesh_axes(jax.sharding.get_abstract_mesh(), 'B')
-    by_row = PartitionSpec(axes)
+  given = order.dealt((prompt, key_B, completions))
+  return order.restored(_on_each_device(model, params, order, run, given))
+
+
+def _order(prompt: base.Prompt, group_size: int) -> stopping.Order:
+  devices = rules.devices_of('B', prompt.token.shape[0] // group_size)
+  return stopping.Order(rules.ambient_axes('B'), devices, group_size)
+
+
+def _on_each_device(model, params, order: stopping.Order, run, rows: tuple):
+  """Returns `run(params, *rows)`, by each device for its own rows."""
+  params = rules.gather(transformer.compute_params(model.config, params))
+  if order.devices > 1:
+    by_row = PartitionSpec(order.axes)
     # Each device stops after its own number of iterations. Without shard_map,
     # XLA would make all devices run the same number.
     run = jax.shard_map(
       run,
-      in_specs=(PartitionSpec(), by_row, by_row),
+      in_specs=(PartitionSpec(), *(by_row for _ in rows)),
       out_specs=by_row,
-      axis_names={*axes},
+      axis_names={*order.axes},
       check_vma=False,
     )
-  completions, routing = run(params, prompt, key_B)
-  return static.experience(prompt, completions, routing)
+  return run(params, *rows)
+
+
+class Loop(NamedTuple):
+  """The arguments of a loop that do not change in it, on one device.
+
+  Attributes:
+    model: the model.
+    params: its parameters.
+    split: the prompts.
+    key_B: one key a row.
+    queue: the rows that enter slots.
+    group_size: rows that share a prompt.
+    length_B: tokens that rows had before the call.
+    rule: when a call stops that ends before its rows do; else None.
+  """
+
+  model: transformer.Transformer
+  params: base.Params
+  split: prefill.SplitPrompt
+  key_B: base.Key
+  queue: slot_rows.Queue
+  group_size: int
+  length_B: Array
+  rule: stopping.Rule | None = None
 
 
 def _generate(
@@ -142,203 +177,146 @@ def _generate(
   params,
   prompt: base.Prompt,
   key_B,
+  empty: base.Completions,
   *,
   slots: int,
-  length: int,
   group_size: int,
-  stop: tuple[int, ...] = (),
-  sampling: sample.Sampling = sample.Sampling(),
-  greedy: bool = False,
   record: bool = False,
+  **settings,
 ) -> tuple[base.Completions, routing_replay.Routing | None]:
   """Decodes all rows of one device, and records their experts if asked to."""
   split = prefill.split_prompt(prompt, group_size)
   layers, of_prompt = prefill.prompt_layers(model, params, split, record)
-  B = key_B.shape[0]
+  B, T = empty.mask.shape
   slots = min(slots, B)
-  layers, state = _initial_state(model.config, layers, split, slots, B, length)
-  replace = functools.partial(_replace_ended, layers, split, group_size, stop)
-
-  def extend(state: LoopState) -> LoopState:
-    now = state.slots
-    logit_M1V, now = _decode(model, params, layers, now)
-    key_M = key_B[jnp.minimum(now.row_M, B - 1)]
-    token_M, logit_M1V = sample.next_token(
-      logit_M1V, key_M, now.length_M, sampling, greedy
-    )
-    logp_M = sample.logp(logit_M1V, token_M[:, None])[:, 0]
-    is_full_M = now.length_M + 1 >= length
-    now = now._replace(
-      is_open_M=now.is_open_M & ~is_full_M & ~_is_stop(token_M, stop),
-      # An empty slot stays empty.
-      length_M=now.length_M + now.is_open_M,
-      token_M=token_M,
-      action_MT=_put(now.action_MT, now.length_M, token_M),
-      logp_MT=_put(now.logp_MT, now.length_M, logp_M),
-    )
-    return replace(state._replace(slots=now))
-
-  def run(state: LoopState, at_least: int) -> LoopState:
-    # While rows are waiting, all slots hold an unfinished row, so the loop
-    # cannot end below `at_least` before the last row has entered.
-    return jax.lax.while_loop(
-      lambda state: state.slots.is_open_M.sum() >= at_least, extend, state
-    )
-
+  layers, state = slot_rows.empty(model.config, layers, split, slots, empty)
   if record:
     room = functools.partial(routing_replay.empty, model.config)
-    now = state.slots._replace(expert=room(slots, length))
-    state = state._replace(slots=now, expert=room(B, length))
-  state = replace(state)
-  few = slots // SHRINK
-  if few:
-    # The last rows continue in a loop of fewer slots.
-    state = _shrink(run(state, few + 1), few)
-  end = run(state, 1)
+    now = state.slots._replace(expert=room(slots, T))
+    state = state._replace(slots=now, expert=room(B, T))
+  queue = slot_rows.Queue(jnp.arange(B), B)
+  zero_B = jnp.zeros(B, jnp.int32)
+  loop = Loop(model, params, split, key_B, queue, group_size, zero_B)
+  end = _decode_all(loop, layers, state, **settings)
   routing = routing_replay.joined(of_prompt, end.expert, group_size)
   return end.completions, routing
 
 
-def _initial_state(
-  config: transformer.Config,
-  layers,
-  split: prefill.SplitPrompt,
+def _resume(
+  model,
+  rule: stopping.Rule,
+  params,
+  prompt: base.Prompt,
+  key_B,
+  completions: base.Completions,
+  *,
   slots: int,
-  rows: int,
-  length: int,
-) -> tuple[list, LoopState]:
-  """Layers with prompts that were read; empty slots, and all rows waiting."""
-  columns = slot_cache.columns(split.mask_NP.shape[1] + length)
-  layers, caches = kv_cache.empty_after(layers, config, (slots, columns))
-
-  def zeros(*shape, dtype=jnp.int32):
-    return jnp.zeros((slots, *shape), dtype)
-
-  return layers, LoopState(
-    next_row=jnp.zeros((), jnp.int32),
-    slots=Slots(
-      row_M=jnp.full(slots, rows, jnp.int32),
-      is_open_M=zeros(dtype=bool),
-      length_M=zeros(),
-      prompt_M=zeros(),
-      position_M=zeros(),
-      token_M=zeros(),
-      caches=caches,
-      action_MT=zeros(length),
-      logp_MT=zeros(length, dtype=config.param_dtype),
-    ),
-    completions=static.empty_completions(config, rows, length),
+  num_started: int,
+  group_size: int,
+  **settings,
+) -> base.Completions:
+  """Continues the rows of one device."""
+  split = prefill.split_prompt(prompt, group_size)
+  layers, _ = prefill.prompt_layers(model, params, split, False)
+  B, T = completions.mask.shape
+  length_B = completions.mask.sum(1, dtype=jnp.int32)
+  is_open_B = completions.alive & (length_B < T)
+  known = rule.begin(jnp.where(is_open_B, T - length_B, 0))
+  queue = slot_rows.Queue(
+    # The first are those that have tokens.
+    jnp.argsort(~is_open_B, stable=True),
+    jnp.where(known.limit > 0, is_open_B.sum(), 0),
   )
-
-
-def _shrink(state: LoopState, few: int) -> LoopState:
-  """The same rows in `few` slots; at most `few` rows are unfinished."""
-  order = jnp.argsort(~state.slots.is_open_M, stable=True)[:few]
-  slots = jax.tree.map(lambda x: x[order], state.slots)
-  return state._replace(slots=slots)
-
-
-def _is_stop(token, stop: tuple[int, ...]):
-  return jnp.isin(token, jnp.array(stop, jnp.int32))
-
-
-def _put(x, t_M, new):
-  """Writes token `t_M` of each row of `x`, [M, T, ...], in place."""
-  return x.at[jnp.arange(len(t_M)), t_M].set(
-    new.astype(x.dtype),
-    indices_are_sorted=True,
-    unique_indices=True,
-    mode='promise_in_bounds',
+  slots = min(max(slots, num_started), B)
+  layers, state = slot_rows.empty(
+    model.config, layers, split, slots, completions
   )
+  state = state._replace(known=known)
+  loop = Loop(model, params, split, key_B, queue, group_size, length_B, rule)
+  if num_started:
+    count = jnp.minimum(is_open_B[:num_started].sum(), queue.count)
+    state = unfinished.into_slots(
+      model,
+      params,
+      split,
+      completions,
+      queue,
+      state,
+      count=count,
+      most=num_started,
+    )
+  end = _decode_all(loop, layers, state, **settings)
+  return stopping.cut(end.completions, length_B, end.known.limit)
 
 
-def _put_row(x, i, row):
-  """Writes row `i`, in place."""
-  return jax.lax.dynamic_update_slice_in_dim(
-    x, row[None].astype(x.dtype), i, axis=0
-  )
+def _decode_all(
+  loop: Loop,
+  layers,
+  state: slot_rows.LoopState,
+  *,
+  stop: tuple[int, ...] = (),
+  sampling: sample.Sampling = sample.Sampling(),
+  greedy: bool = False,
+) -> slot_rows.LoopState:
+  """Decodes until all rows of the queue are done."""
+  B, T = state.completions.mask.shape
+  slots = state.slots.row_M.shape[0]
 
+  def replace(state):
+    state = slot_rows.replace_ended(
+      layers, loop.split, loop.group_size, stop, loop.queue, state
+    )
+    if loop.rule is None:
+      return state
+    busy = loop.rule.order.largest(state.slots.is_open_M.sum(dtype=jnp.int32))
+    return state._replace(known=state.known._replace(busy=busy))
 
-def _replace_ended(
-  layers, split: prefill.SplitPrompt, group_size: int, stop, state: LoopState
-) -> LoopState:
-  """Writes rows that have ended to the output, and fills their slots."""
-  M = state.slots.row_M.shape[0]
-  B = state.completions.mask.shape[0]
-
-  def is_due(state: LoopState):
+  def extend(state: slot_rows.LoopState) -> slot_rows.LoopState:
     now = state.slots
-    return ~now.is_open_M & ((now.row_M < B) | (state.next_row < B))
+    logit_M1V, now = _decode(loop.model, loop.params, layers, now)
+    row_M = jnp.minimum(now.row_M, B - 1)
+    token_M, logit_M1V = sample.next_token(
+      logit_M1V, loop.key_B[row_M], now.length_M, sampling, greedy
+    )
+    logp_M = sample.logp(logit_M1V, token_M[:, None])[:, 0]
+    is_full_M = now.length_M + 1 >= T
+    ends_M = now.is_open_M & (is_full_M | slot_rows.is_stop(token_M, stop))
+    is_open_M, known = now.is_open_M & ~ends_M, state.known
+    if loop.rule is not None:
+      new_M = now.length_M + 1 - loop.length_B[row_M]
+      known = loop.rule.after_ends(known, now.row_M, ends_M, new_M)
+      is_open_M &= new_M < known.limit
+    now = now._replace(
+      is_open_M=is_open_M,
+      # An empty slot stays empty.
+      length_M=now.length_M + now.is_open_M,
+      token_M=token_M,
+      action_MT=slot_rows.put(now.action_MT, now.length_M, token_M),
+      logp_MT=slot_rows.put(now.logp_MT, now.length_M, logp_M),
+    )
+    return replace(state._replace(slots=now, known=known))
 
-  def condition(carry):
-    count, state = carry
-    return (count < M) & is_due(state).any()
+  def open_slots(state):
+    # Devices that wait for each other make the same number of iterations.
+    known = state.known
+    return state.slots.is_open_M.sum() if known is None else known.busy
 
-  def replace(carry):
-    count, state = carry
-    m = jnp.argmax(is_due(state))
-    written = _write_row(state, m, stop)
-    slots = _enter(layers, split, group_size, state, m, B)
-    enters = (state.next_row < B).astype(jnp.int32)
-    return count + 1, LoopState(state.next_row + enters, slots, *written)
+  def run(state, at_least: int) -> slot_rows.LoopState:
+    # While rows are waiting, all slots hold an unfinished row, so the loop
+    # cannot end below `at_least` before the last row has entered.
+    return jax.lax.while_loop(
+      lambda state: open_slots(state) >= at_least, extend, state
+    )
 
-  zero = jnp.zeros((), jnp.int32)
-  return jax.lax.while_loop(condition, replace, (zero, state))[1]
-
-
-def _write_row(
-  state: LoopState, m, stop
-) -> tuple[base.Completions, Array | None]:
-  """The output, with the row of slot `m` written to it unless `m` is empty."""
-  now, old = state.slots, state.completions
-  B, T = old.mask.shape
-  row, length = now.row_M[m], now.length_M[m]
-  mask_T = jnp.arange(T) < length
-  action_T = jnp.where(mask_T, now.action_MT[m], 0)
-  logp_T = jnp.where(mask_T, now.logp_MT[m], 0)
-  is_stopped = _is_stop(action_T[length - 1], stop)
-
-  def put(x, new):
-    # An empty slot has row B. The update clips it to B - 1, whose values must
-    # not change.
-    return _put_row(x, row, jnp.where(row < B, new.astype(x.dtype), x[row]))
-
-  completions = base.Completions(
-    put(old.action, action_T),
-    put(old.logp, logp_T),
-    put(old.mask, mask_T),
-    put(old.alive, ~is_stopped),
-  )
-  if state.expert is None:
-    return completions, None
-  return completions, put(state.expert, now.expert[m])
+  state = replace(state)
+  few = slots // SHRINK
+  if few:
+    # The last rows continue in a loop of fewer slots.
+    state = slot_rows.shrink(run(state, few + 1), few)
+  return run(state, 1)
 
 
-def _enter(
-  layers, split: prefill.SplitPrompt, group_size: int, state: LoopState, m, B
-) -> Slots:
-  """All slots, with the next row in slot `m`; empty if no row is waiting."""
-  now, row = state.slots, state.next_row
-  n = jnp.minimum(row, B - 1) // group_size
-
-  # Of an empty slot, one column is read.
-  tokens = split.mask_NP[n].sum(dtype=jnp.int32) * (row < B)
-  caches = tuple(
-    slot_cache.enter(cache, kv_cache.LayerCache(*prompt), split.mask_NP, n, m)
-    for cache, (_, *prompt) in zip(now.caches, layers, strict=True)
-  )
-  return now._replace(
-    row_M=_put_row(now.row_M, m, jnp.minimum(row, B)),
-    is_open_M=_put_row(now.is_open_M, m, row < B),
-    length_M=_put_row(now.length_M, m, jnp.zeros((), jnp.int32)),
-    prompt_M=_put_row(now.prompt_M, m, tokens),
-    position_M=_put_row(now.position_M, m, split.position_B[n * group_size]),
-    token_M=_put_row(now.token_M, m, split.token_B[n * group_size]),
-    caches=caches,
-  )
-
-
-def _decode(model, params, layers, now: Slots):
+def _decode(model, params, layers, now: slot_rows.Slots):
   """Logits [M, 1, V] of the next token, and slots with the current one."""
   c = model.config
   variables = {'params': params}
@@ -355,12 +333,12 @@ def _decode(model, params, layers, now: Slots):
     caches.append(cache)
   if record is not None:
     expert = jnp.stack([x[:, 0] for x in record], axis=1)
-    now = now._replace(expert=_put(now.expert, now.length_M, expert))
+    now = now._replace(expert=slot_rows.put(now.expert, now.length_M, expert))
   now = now._replace(caches=tuple(caches))
   return model.apply(variables, x_M1D, method='logits'), now
 
 
-def _contexts(c: transformer.Config, now: Slots):
+def _contexts(c: transformer.Config, now: slot_rows.Slots):
   """Angles, columns and what reads them, by whether layers have a window."""
   C = now.caches[0].key.shape[2]
   position_M1 = (now.position_M + now.length_M)[:, None]

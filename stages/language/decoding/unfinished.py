@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.language.decoding import kv_cache, prefill
+from stages.language.decoding import kv_cache, prefill, slot_cache, slot_rows
+
+# Tokens of rows that are read at once. With more, more rows would be read that
+# have ended, as rows are read in whole chunks.
+MAX_TOKENS = 2**11
 
 
 def _roll_rows(x, by_B):
@@ -49,20 +53,8 @@ def read(
       'Completions that were left unfinished cannot be continued after prompts '
       'with pictures: finish them in the step that began them.'
     )
-  (N, P), (B, _) = split.prompt_NP.shape, completions.mask.shape
-  token_BT = jnp.concatenate(
-    [split.token_B[:, None], completions.action[:, :-1]], axis=1
-  )
-
-  def after_prompt(x_NP, x_BT):
-    return jnp.concatenate([jnp.repeat(x_NP, B // N, axis=0), x_BT], axis=1)
-
-  cache = model.apply(
-    {'params': params},
-    after_prompt(split.prompt_NP, token_BT),
-    after_prompt(split.mask_NP, completions.mask.astype(split.mask_NP.dtype)),
-    method='prefill',
-  )
+  P = split.prompt_NP.shape[1]
+  cache, _ = _encoded(model, params, split, completions)
   length_B = completions.mask.sum(1, dtype=jnp.int32)
 
   def own(x_BCKW):
@@ -73,3 +65,107 @@ def read(
     for i in range(model.config.L)
   ]
   return last_token(split, completions, length_B), caches
+
+
+def _encoded(model, params, split: prefill.SplitPrompt, completions):
+  """Keys and values of prompts and tokens but the last, and where they are.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    split: prompts, of one or more rows each.
+    completions: tokens of the rows.
+  """
+  N, B = split.prompt_NP.shape[0], completions.mask.shape[0]
+  token_BT = jnp.concatenate(
+    [split.token_B[:, None], completions.action[:, :-1]], axis=1
+  )
+
+  def after_prompt(x_NP, x_BT):
+    return jnp.concatenate([jnp.repeat(x_NP, B // N, axis=0), x_BT], axis=1)
+
+  mask_BC = after_prompt(
+    split.mask_NP, completions.mask.astype(split.mask_NP.dtype)
+  )
+  cache = model.apply(
+    {'params': params},
+    after_prompt(split.prompt_NP, token_BT),
+    mask_BC,
+    method='prefill',
+  )
+  return cache, mask_BC
+
+
+def into_slots(
+  model,
+  params,
+  split: prefill.SplitPrompt,
+  completions: base.Completions,
+  queue: slot_rows.Queue,
+  state: slot_rows.LoopState,
+  *,
+  count,
+  most: int,
+) -> slot_rows.LoopState:
+  """The first rows of a queue in the first slots, with what they have read.
+
+  As in `read`. Rows that have ended are not read again.
+
+  Args:
+    model: the model.
+    params: its parameters.
+    split: the prompts.
+    completions: the rows.
+    queue: the rows that enter slots.
+    state: a loop whose slots are empty.
+    count: rows that enter.
+    most: as many at most, and no more than there are slots.
+  """
+  now, (B, T) = state.slots, completions.mask.shape
+  M, (N, P) = now.row_M.shape[0], split.prompt_NP.shape
+  enters_M = jnp.arange(M) < count
+  row_M = queue.row_B[:M]
+  length_B = completions.mask.sum(1, dtype=jnp.int32)
+  tokens_N = split.mask_NP.sum(1, dtype=jnp.int32)
+  at_once = min(most, max(1, MAX_TOKENS // (P + T)))
+
+  def chunk(i, caches):
+    # The last chunk may begin earlier, and read some rows twice.
+    start = jnp.minimum(i * at_once, M - at_once)
+    row_R = jax.lax.dynamic_slice_in_dim(row_M, start, at_once)
+    group_R = row_R // (B // N)
+    some = prefill.SplitPrompt(
+      split.prompt_NP[group_R],
+      split.mask_NP[group_R],
+      split.token_B[row_R],
+      split.position_B[row_R],
+    )
+    own = jax.tree.map(lambda x: x[row_R], completions)
+    read, mask_RC = _encoded(model, params, some, own)
+    by_layer = [
+      kv_cache.LayerCache(*(jnp.swapaxes(x[i], 1, 2) for x in read))
+      for i in range(model.config.L)
+    ]
+
+    def put(r, caches):
+      return tuple(
+        slot_cache.enter(cache, layer, mask_RC, r, start + r)
+        for cache, layer in zip(caches, by_layer, strict=True)
+      )
+
+    return jax.lax.fori_loop(0, at_once, put, caches)
+
+  chunks = -(-count // at_once)
+  caches = jax.lax.fori_loop(0, chunks, chunk, now.caches)
+  slots = now._replace(
+    row_M=jnp.where(enters_M, row_M, B),
+    is_open_M=enters_M,
+    length_M=jnp.where(enters_M, length_B[row_M], 0),
+    prompt_M=jnp.where(enters_M, tokens_N[row_M // (B // N)], 0),
+    position_M=split.position_B[row_M],
+    token_M=last_token(split, completions, length_B)[row_M],
+    caches=caches,
+    action_MT=completions.action[row_M],
+    logp_MT=completions.logp[row_M],
+  )
+  return state._replace(slots=slots, next_row=jnp.int32(count))

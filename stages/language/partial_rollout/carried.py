@@ -46,9 +46,8 @@ def check(policy: base.Policy, max_carry: int, extra_groups: int):
     raise ValueError(
       'Partial rollouts need a policy that can resume unfinished completions, '
       'and this one has no `resume`: leave out max_carry and extra_groups, or '
-      'use another policy. One that decodes in `slots` has none, nor has one '
-      'that reads pictures or replays routing: set slots to None, or '
-      'replay_routing to False.'
+      'use another policy. One that reads pictures or replays routing has '
+      'none: set replay_routing to False.'
     )
 
 

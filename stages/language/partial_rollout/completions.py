@@ -67,6 +67,7 @@ def act(
       functools.partial(continue_, policy, group_size, max_carry),
       'generate',
       'batch',
+      engine=_engine(policy, group_size, max_carry, extra_groups),
     )
   else:
     generate = _host_generate(policy, group_size, max_carry, extra_groups)
@@ -78,6 +79,48 @@ def act(
     return problem, x, carried, info
 
   return carry
+
+
+def _engine(
+  policy: base.Policy, group_size: int, max_carry: int, extra_groups: int
+) -> stages.EngineCost | None:
+  """Continuous batching of `continue_`, for the cost model; None without it."""
+  engine = policy.engine
+  if engine is None:
+    return None
+
+  def attention(actor: base.Version, carried, problem: base.Problem, key_B):
+    return engine.attention(actor.params, problem.prompt, key_B)
+
+  def rows(actor: base.Version, carried, problem: base.Problem, key_B):
+    return carried.age.shape[0] + key_B.shape[0]
+
+  def resized(rows: int, actor: base.Version, carried, problem, key_B):
+    """As many groups as the rows have, with the same share of carried ones."""
+    now = carried.age.shape[0] + key_B.shape[0]
+    groups = max(2, rows // group_size)
+    old = round(groups * carried.age.shape[0] / now)
+    old = min(max(1, old), groups - 1)
+
+    def some(tree, groups):
+      return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+          (groups * group_size, *x.shape[1:]), x.dtype
+        ),
+        tree,
+      )
+
+    new = some((problem, key_B), groups - old)
+    return actor, some(carried, old), *new
+
+  static = policy._replace(resume=engine.resume)
+  return engine._replace(
+    equivalent=functools.partial(continue_, static, group_size, max_carry),
+    attention=attention,
+    continued=extra_groups * group_size,
+    rows=rows,
+    resized=resized,
+  )
 
 
 def allocate(

@@ -18,7 +18,7 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 import stages
 from stages import base, kernels, workflows
-from stages.language import language_model
+from stages.language import language_model, partial_rollout
 from stages.language.decoding import kv_cache, slot_cache
 from stages.models import transformer
 import tiny
@@ -220,6 +220,49 @@ def test_slots_need_memory_for_their_own_rows_alone():
     return parts['activations'].value
 
   assert live(4) < live(16) < live(None) == live(64)
+
+
+@functools.cache
+def continued(slots, extra_groups=2):
+  """Work of partial rollouts, which carry two groups of four beside eight."""
+  workflow = workflows.grpo(
+    tiny.policy(length=LENGTH, slots=slots),
+    tiny.even,
+    optax.sgd(0.1),
+    group_size=GROUP,
+    rollouts=functools.partial(
+      partial_rollout.partial_rollouts, max_carry=1, extra_groups=extra_groups
+    ),
+  )
+  flow = tiny.trace(workflow, tiny.problem())
+  there = cluster_lib.Cluster(DEVICE, 2, 2, LINK, LINK)
+  return flow, roofline.Roofline(
+    flow, count.of_flow(flow), there, rules.DEFAULT
+  )
+
+
+def test_slots_of_partial_rollouts_need_memory_for_their_own_rows_alone():
+  def live(slots, *axes):
+    flow, costs = continued(slots)
+    call, node = costs.works['generate'], generate(flow)
+    return call.bytes(flow, node, axes, costs.layout, 1, None)['activations']
+
+  # The eight carried rows have slots together, four on each of two devices.
+  assert live(1) == live(8)
+  assert live(1, ('data', 2)).value < live(8).value < live(20).value
+  assert live(40) == live(100)
+  static = continued(None)[1].works['generate'].full_batch.bytes_alive
+  # In one array of all columns, of as many rows and as many slots.
+  assert live(40).value == pytest.approx(static, rel=0.05)
+
+
+def test_slots_of_partial_rollouts_take_a_step_for_each_token_of_their_rows():
+  few, all_ = (seconds(*continued(slots)) for slots in (8, 40))
+  flow, costs = continued(8)
+  call = costs.works['generate']
+  # Forty rows in eight slots take five turns, of a fifth of the rows each.
+  assert call.all_rows == 40
+  assert all_ < few < 5 * all_
 
 
 @functools.cache

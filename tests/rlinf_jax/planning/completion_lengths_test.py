@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from planner.costs import work
+from planner.costs.decoding import decode
 from planner.counting import count
 from planner.ir import flow as flow_lib
 from rlinf_jax.planning import completion_lengths
@@ -29,6 +31,15 @@ def test_lengths_do_not_tell_when_enough_rows_have_ended():
   assert works['generate'].full_batch.turns == 6
   with pytest.raises(ValueError, match='generate ends when enough rows have'):
     completion_lengths.with_lengths(works, [1, 2, 1])
+
+
+def test_nor_do_they_in_slots():
+  step = work.StageWork(work.NONE)
+  slots = decode.DecodeWork([6], step, max_rows=4, all_rows=8)
+  with pytest.raises(ValueError, match='generate ends when enough rows have'):
+    completion_lengths.with_lengths({'generate': slots}, [1, 2, 1])
+  # Without them, every row is assumed to have the maximum.
+  assert '6 tokens' in completion_lengths.with_lengths({'x': slots}, None)[1]
 
 
 @pytest.mark.parametrize('text', ['[]', '[1.5]', '{"a": 1}', '[0]', 'not'])

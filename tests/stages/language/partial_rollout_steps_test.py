@@ -21,7 +21,7 @@ from tiny import read
 
 
 @functools.cache
-def grpo(dtype='float32', **kwargs):
+def grpo(dtype='float32', slots=None, **kwargs):
   kwargs = {
     'optimizer': optimizers.adamw(1e-2),
     'rollouts': functools.partial(
@@ -29,7 +29,7 @@ def grpo(dtype='float32', **kwargs):
     ),
   } | kwargs
   return workflows.grpo(
-    partial_rollout_test.policy(dtype, length=12),
+    partial_rollout_test.policy(dtype, length=12, slots=slots),
     invariance_test.even if dtype == 'float64' else tiny.even,
     group_size=4,
     **kwargs,
@@ -69,8 +69,9 @@ def test_staleness_adds_to_the_age_of_carried_rows():
 
 
 @pytest.mark.slow
-def test_carried_rows_are_saved_in_a_checkpoint(tmp_path):
-  workflow = grpo()
+@pytest.mark.parametrize('slots', claims.some([None, 7], [7]))
+def test_carried_rows_are_saved_in_a_checkpoint(tmp_path, slots):
+  workflow = grpo(slots=slots)
   state = flows.first_state(workflow, partial_rollout_test.KEY, tiny.problem())
   for i in range(2):
     state, _ = workflow.step(state, tiny.problem(seed=i), jax.random.key(i))
@@ -106,9 +107,14 @@ PLANS = {
 
 
 @functools.cache
+def updated(slots=None):
+  return grpo('float64', slots, num_minibatches=2, minibatch_by='arrival')
+
+
+@functools.cache
 def eager():
   """Three eager steps; the last emits rows that an earlier one started."""
-  workflow = grpo('float64', num_minibatches=2, minibatch_by='arrival')
+  workflow = updated()
   batches = [tiny.problem(seed=i) for i in range(3)]
   first = state = flows.first_state(
     workflow, partial_rollout_test.KEY, batches[0]
@@ -127,5 +133,15 @@ def test_no_plan_changes_carried_rows(name, in_float64):
   workflow, first, batches, want = eager()
   flow = tiny.trace(workflow, batches[0])
   plan = plan_lib.parse(PLANS[name], flow.stages)
+  got = random_plans_test.run(plan, workflow, first, batches)
+  random_plans_test.compare(plan, got, want)
+
+
+@pytest.mark.slow
+def test_no_slots_of_a_plan_change_carried_rows(in_float64):
+  """Four devices with three slots each, against eager steps without slots."""
+  _, first, batches, want = eager()
+  workflow, name = updated(slots=3), 'pieces and a mesh'
+  plan = plan_lib.parse(PLANS[name], tiny.trace(workflow, batches[0]).stages)
   got = random_plans_test.run(plan, workflow, first, batches)
   random_plans_test.compare(plan, got, want)

@@ -23,10 +23,12 @@ STOP = (0, 1, 2)
 
 
 @functools.cache
-def policy(dtype='float32', length=LENGTH):
+def policy(dtype='float32', length=LENGTH, slots=None):
   """A policy whose rows mostly have a few tokens, and sometimes many."""
   config = dataclasses.replace(tiny.CONFIG, dtype=dtype)
-  return language_model.policy(config, response_length=length, stop=STOP)
+  return language_model.policy(
+    config, response_length=length, stop=STOP, slots=slots
+  )
 
 
 def completions_of(lengths, ended, T=4) -> base.Completions:
@@ -131,12 +133,12 @@ def params(i):
 
 
 @functools.cache
-def act(max_carry):
-  return partial_completions.act(policy(), GROUP, max_carry)
+def act(max_carry, slots=None):
+  return partial_completions.act(policy(slots=slots), GROUP, max_carry)
 
 
 @functools.cache
-def run(max_carry, extra_groups, steps, frozen=True):
+def run(max_carry, extra_groups, steps, frozen=True, slots=None):
   """Problems, experience, carried rollout and metrics of each step."""
   rollout = partial_completions.allocate(
     policy(), tiny.problem(GROUPS), GROUP, extra_groups
@@ -144,7 +146,7 @@ def run(max_carry, extra_groups, steps, frozen=True):
   results = []
   for i in range(steps):
     actor = base.Version(params(0 if frozen else i), jnp.int32(i))
-    problem, x, rollout, info = act(max_carry)(
+    problem, x, rollout, info = act(max_carry, slots)(
       actor, rollout, problem_of(i), keys(i)
     )
     results.append((problem, x, rollout, info))
@@ -228,6 +230,19 @@ def test_no_token_is_older_than_the_bound(max_carry, extra_groups):
     assert (np.diff(version) >= 0).all()
     oldest = max(oldest, i - version.min())
   assert 0 < oldest <= max_carry
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('slots', claims.some([2, 7, 18], [7]))
+def test_slots_return_and_carry_the_same_rows(slots):
+  """Seven slots for 18 rows, of which six are carried; fewer become six."""
+  want = run(2, 3, 8, frozen=False)
+  got = run(2, 3, 8, frozen=False, slots=slots)
+  for leaf, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+    if jnp.issubdtype(leaf.dtype, jnp.floating):
+      np.testing.assert_allclose(leaf, other, rtol=0, atol=1e-5)
+    else:
+      np.testing.assert_array_equal(leaf, other)
 
 
 @pytest.mark.slow

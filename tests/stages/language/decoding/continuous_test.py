@@ -13,7 +13,6 @@ import claims
 from planner.costs.decoding import completions
 from stages.language import huggingface, language_model, sample
 from stages.language.decoding import prefill, slot_cache
-from stages.language.partial_rollout import carried as carried_lib
 from stages.models import transformer
 from tests.stages.language.decoding.generate_test import (
   act,
@@ -193,6 +192,3 @@ def test_slots_are_refused_where_they_cannot_work():
     language_model.policy(CONFIG, response_length=T, slots=0)
   with pytest.raises(ValueError, match='leave out one of them'):
     huggingface.policy('none', response_length=T, slots=2, engine=lambda: None)
-  policy = language_model.policy(CONFIG, response_length=T, slots=2)
-  with pytest.raises(ValueError, match='decodes in `slots` has none'):
-    carried_lib.check(policy, max_carry=1, extra_groups=2)

@@ -270,7 +270,7 @@ def test_what_cannot_be_replayed_is_refused():
   policy = replaying()
   with pytest.raises(ValueError, match='or replay_routing to False'):
     workflows.ppo(policy, tiny.even, value_model.head(tiny.EXPERTS), ADAM, ADAM)
-  with pytest.raises(ValueError, match='or replays routing: set slots'):
+  with pytest.raises(ValueError, match='or replays routing has none: set'):
     carried_lib.check(policy, 1, 1)
   with pytest.raises(ValueError, match='and replay_routing, and use a lang'):
     conversation.converse(policy, 'x', envs=None, max_turns=2)
