@@ -64,8 +64,9 @@ class Interpreter:
       self._last.result()
 
   def close(self):
-    """Ends the thread after the calls that are queued."""
+    """Ends the thread after the calls that are queued; frees all arrays."""
     self._thread.shutdown()
+    self._frames, self.state = [], {}
 
   def _run_guarded(self, call: StepCall):
     try:

@@ -130,6 +130,21 @@ def test_a_state_loaded_again_starts_again():
   assert {span.step for span in planned.timeline.take()[-3:]} == {6}
 
 
+def test_a_closed_runtime_holds_no_state():
+  def arrays():
+    shape = small_learner.STATE['w'].shape
+    return sum(x.shape == shape for x in jax.live_arrays())
+
+  before = arrays()
+  planned = small_learner.ready(
+    small_learner.learner(small_learner.judge(small_learner.first_column))
+  )
+  planned.step(small_learner.BATCH, small_learner.KEY)
+  assert arrays() > before
+  planned.close()
+  assert arrays() == before
+
+
 def test_placing_changes_no_bit():
   step = small_learner.learner(small_learner.judge(small_learner.first_column))
   states = []
