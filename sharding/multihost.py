@@ -22,6 +22,7 @@ def put(x, layout: jax.sharding.Sharding, may_alias: bool | None = None):
       the caller.
   """
   if layout.is_fully_addressable:
+    x = _in_its_memory(x, layout)
     return jax.device_put(x, layout, may_alias=may_alias)
   if isinstance(x, jax.Array) and not x.is_fully_addressable:
     return _reshard(layout)(x)
@@ -31,6 +32,21 @@ def put(x, layout: jax.sharding.Sharding, may_alias: bool | None = None):
   return jax.make_array_from_callback(
     x.shape, layout, lambda index: part(x[index])
   )
+
+
+def _in_its_memory(x, layout: jax.sharding.Sharding):
+  """`x` in the kind of memory of a layout on some of its devices.
+
+  `device_put` raises an error if one call is to change the kind of memory and
+  to keep copies on some devices alone (JAX 0.10.2).
+  """
+  if not isinstance(x, jax.Array):
+    return x
+  kind, there = layout.memory_kind, x.sharding.device_set
+  changes = x.sharding.memory_kind != kind and there != layout.device_set
+  if not changes or there.isdisjoint(layout.device_set):
+    return x
+  return jax.device_put(x, x.sharding.with_memory_kind(kind))
 
 
 def gather(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from rlinf_jax.runtime import base
 from rlinf_jax.runtime import lease as lease_lib
 from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime.step_call import StackFrame, StepCall
-from sharding import offload
+from sharding import multihost, offload
 
 SHARED = 'shared devices'  # The name of a lease's spans in the timeline.
 MORE_MEMORY = (
@@ -79,13 +79,37 @@ class Interpreter:
     """Executes this place's program for one call of a flow."""
     lowered = self.executor.lowered[call.flow]
     flow, program = lowered.flow, lowered.programs[self.place.name]
-    starts = [start for start, _ in flow.carry]
-    memory = {starts[i]: x for i, x in self.state.items()}
-    frame = StackFrame(call, flow, memory, call.inputs)
+    frame = StackFrame(call, flow, {}, call.inputs)
     self._frames = [frame]
+    carried = [*self._carried(flow)]
+    # The frame alone refers to the state, so that a `Drop` frees it.
+    held, self.state = self.state, {}
+    for i, v, in_steps, value in carried:
+      frame.memory[v] = self._relabel(in_steps, value, held.pop(i))
     self._run_program(frame, program)
-    self.state = {i: memory[starts[i]] for i in self.state}
+    for i, v, in_steps, value in carried:
+      self.state[i] = self._relabel(value, in_steps, frame.memory.pop(v))
     self._frames = []
+
+  def _carried(self, flow: graph_lib.Flow):
+    """Yields the carried values that this place holds.
+
+    An evaluation may read without rows what steps shard by rows, or as rows
+    what they do not.
+
+    Args:
+      flow: of a call.
+
+    Yields:
+      The number of the value in the carry, its id in the flow, the value as
+      steps lay it out, and as the flow reads it.
+    """
+    step = self.executor.lowered['step'].flow
+    for i in self.state:
+      start, _ = flow.carry[i]
+      in_steps = step.values[step.carry[i][0]]
+      is_read = start in flow.readers
+      yield i, start, in_steps, flow.values[start] if is_read else in_steps
 
   def _run_program(self, frame: StackFrame, program):
     """Executes a program from its beginning to its end."""
@@ -238,7 +262,8 @@ class Interpreter:
     if self.place.mesh is None or value.letters == other.letters:
       return x
     if offload.is_offloaded(x):
-      return self.place.store(other, x)
+      layout = self.place.layout(other, is_hosted=True)
+      return jax.block_until_ready(multihost.put(x, layout))
     return self.place.put(other, x)
 
   # Devices that places share.

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from sharding import mesh as mesh_lib
-from sharding import offload
+from sharding import multihost, offload
 
 
 def layouts():
@@ -24,3 +24,20 @@ def test_an_offloaded_array_is_restored_to_the_bit(layout):
   same, back = offload.to_device([x, host])
   assert same is x and back.sharding == x.sharding
   np.testing.assert_array_equal(back, x)
+
+
+@pytest.mark.parametrize('kinds', [(offload.DEVICE, offload.HOST),
+                                   (offload.HOST, offload.DEVICE)])  # fmt: skip
+@pytest.mark.parametrize('count', [1, 2])
+def test_some_of_many_copies_move_to_another_memory(count, kinds):
+  devices = jax.devices()
+  there, here = (
+    NamedSharding(
+      mesh_lib.mesh(some, {'data': len(some)}), P(), memory_kind=kind
+    )
+    for some, kind in zip((devices[:4], devices[:count]), kinds, strict=True)
+  )
+  x = np.arange(6, dtype=np.float32)
+  found = multihost.put(jax.device_put(x, there), here)
+  assert found.sharding == here
+  np.testing.assert_array_equal(found, x)

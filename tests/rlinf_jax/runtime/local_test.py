@@ -107,6 +107,25 @@ def test_a_state_that_an_evaluation_returns_outlives_the_next_step():
   tiny.assert_same_bits(found, small_learner.STATE)
 
 
+def test_an_old_value_is_freed_after_its_last_use():
+  seen, shape = [], (7, 11)
+
+  def count(x):
+    seen.append(sum(x.shape == shape for x in jax.live_arrays()))
+    return x
+
+  before = sum(x.shape == shape for x in jax.live_arrays())
+  shrink = stages.Stage(lambda x: x.sum(0), 'shrink', 'batch')
+  look = stages.Stage(count, 'look', 'batch', host=True, out_shapes=lambda x: x)
+  spread = stages.Stage(lambda x: jnp.tile(x, (7, 1)), 'spread', 'batch')
+  planned = small_learner.ready(
+    lambda x, *_: (spread(look(shrink(x))), ()), np.ones(shape, np.float32)
+  )
+  for _ in range(2):
+    planned.step(small_learner.BATCH, small_learner.KEY)
+  assert seen == [before] * 2
+
+
 def test_a_batch_is_never_overwritten():
   planned = small_learner.ready(
     small_learner.learner(small_learner.judge(small_learner.first_column))
@@ -174,6 +193,31 @@ def test_two_calls_of_a_stage_may_have_outputs_with_and_without_rows():
     step(state, small_learner.BATCH, small_learner.KEY),
   )
   tiny.assert_same_bits(got, want)  # Sums of whole numbers are exact.
+
+
+@pytest.mark.parametrize('grains', [('row', 'batch'), ('batch', 'row')])
+def test_steps_and_evaluations_may_read_a_state_with_and_without_rows(grains):
+  add, multiply = (
+    stages.Stage(fn, name, grain)
+    for fn, name, grain in zip(
+      (jnp.add, jnp.multiply), ('add', 'multiply'), grains, strict=True
+    )
+  )
+  state, x = jnp.arange(16.0).reshape(8, 2), small_learner.BATCH[:, :2]
+  given = state, x, small_learner.KEY
+  step = flow.trace(lambda state, x, _: (add(state, x), ()), *given)
+  evaluate = flow.trace(lambda state, x, _: (state, multiply(state, x)), *given)
+  planned = local.LocalRuntime(
+    plan.one_place((*step.stages, *evaluate.stages), tiny.PLACES['data']),
+    step=step,
+    evaluate=evaluate,
+  )
+  in_memory.start(planned, state)
+  for _ in range(2):
+    np.testing.assert_array_equal(planned.evaluate(*given[1:]), state * x)
+    planned.step(*given[1:])
+    state += x
+  np.testing.assert_array_equal(in_memory.state(planned), state)
 
 
 def test_a_state_keeps_the_sharding_of_the_plan_from_load_to_step():
