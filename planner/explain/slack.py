@@ -46,6 +46,8 @@ def _of(evaluation: evaluate_plan.PlanEvaluation, stage: str) -> float:
 
   The time of a step is a convex, piecewise linear function of these seconds,
   first flat and then rising. Newton's method goes down its slope until flat.
+  Where places share devices or cores, the function may have other shapes. Then
+  the result delays no step, but may not be the largest.
   """
   calls = sum(
     span.step == 0 and overview.stage_of(evaluation.flow, span) == stage

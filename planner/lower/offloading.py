@@ -18,35 +18,46 @@ from planner.ir import graph
 def private(flow: graph.Flow, names) -> dict[int, int]:
   """Returns the carried values that only the stages `names` read.
 
-  Nodes that only move rows count as the readers of their results. A value that
+  Nodes that the planner added to move rows do not count as readers; those that
+  read their results do. Of a loop, the stages of its body count. A value that
   is kept under another carried value, too, such as the number of updates of a
   version that acts in the next step, is read there by others.
 
   Returns:
     The id at the end of the step, by the id at its start.
   """
-
-  def readers(v):
-    found = set()
-    for i in flow.readers.get(v, ()):
-      node = flow.nodes[i]
-      if graph.is_plumbing(node):
-        found = found.union(*map(readers, node.writes))
-      else:
-        found.add(node.name)
-    return found
-
   names = set(names)
   kept = collections.Counter(end for _, end in flow.carry)
   return {
     start: end
     for start, end in flow.carry
     if names
-    and (some := readers(start))
+    and (some := _readers(flow, start))
     and some <= names
     and kept[end] == 1
     and (start == end or not kept[start])
   }
+
+
+def _readers(flow: graph.Flow, v: int) -> set[str]:
+  """Returns the names of the stages that read a value.
+
+  A loop that hands it on, or ends by it, counts as a stage without a place.
+  """
+  found = set()
+  for i in flow.readers.get(v, ()):
+    node = flow.nodes[i]
+    if graph.is_plumbing(node):
+      found = found.union(*(_readers(flow, made) for made in node.writes))
+    elif node.body:
+      body = node.body
+      inner = [x for x, outer in node.ids_before.items() if outer == v]
+      handed_on = {*body.outputs, *(end for _, end in body.carry)}
+      found = found.union(*(_readers(body, x) for x in inner))
+      found |= {node.name} if handed_on.intersection(inner) else set()
+    else:
+      found.add(node.name)
+  return found
 
 
 def streamed(

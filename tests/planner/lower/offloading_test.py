@@ -1,12 +1,16 @@
 """Values in host memory: which a call updates there, and which move."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from planner.ir import flow, plan
-from planner.lower import offloading, passes, program
+from planner.lower import offloading, passes, program, unroll
 import stages
+from stages import repeat
+from tests.planner import loops
 from tests.planner.lower import lowered_flows
 
 
@@ -90,3 +94,38 @@ def test_what_others_read_under_another_name_stays_on_the_device(kept_twice):
   )
   (_, _), (_, _), (start, end) = graph.carry
   assert offloading.private(graph, ['apply']) == {start: end}
+
+
+def test_what_only_the_stages_of_a_loop_read_is_offloaded():
+  def body(carry, w):
+    n, x_B = carry
+    n, done = loops.count(n, n)
+    return (n, loops.grow(loops.halve(x_B), loops.weigh(w))), done
+
+  loop = repeat.Repeat(body, 'loop', at_most=3)
+
+  def step(w, inputs):
+    x_B, most = inputs
+    return w, loop((loops.zero(most), x_B), w)
+
+  graph = loops.trace(step, jnp.ones(4))
+  ((start, _),) = graph.carry
+  for some in (graph, unroll.unroll(graph)):
+    assert offloading.private(some, ['weigh']) == {start: start}
+    assert not offloading.private(some, ['grow'])
+  chosen = plan.one_place(graph.stages)
+  chosen = dataclasses.replace(chosen, offload=('weigh',))
+  (ops,) = passes.lower(graph, chosen)[1].values()
+  kinds = [type(op).__name__ for op in ops]
+  at = kinds.index('Repeat')
+  assert ops[at - 1] == program.Restore(start)
+  assert program.Offload(start) in ops[at:]
+
+
+@pytest.mark.parametrize('seed', range(10))
+def test_no_loop_hides_a_reader(seed):
+  _, graph, *_ = loops.random_case(seed)
+  unrolled = unroll.unroll(graph)
+  for stage in graph.stages:
+    found = offloading.private(graph, [stage]).keys()
+    assert found <= offloading.private(unrolled, [stage]).keys()
