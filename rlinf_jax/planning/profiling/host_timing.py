@@ -50,7 +50,7 @@ def parse(texts: Sequence[str]) -> dict[str, float]:
   """Reads seconds of a row, by stage, from texts such as 'simulate=0.02'.
 
   Raises:
-    ValueError: for any other text.
+    ValueError: for any other text, or a stage that is given twice.
   """
   found = {}
   for text in texts:
@@ -63,6 +63,11 @@ def parse(texts: Sequence[str]) -> dict[str, float]:
       raise ValueError(
         f'{text!r} should be the name of a host stage and its seconds for a '
         "row, such as 'simulate=0.02'."
+      )
+    if name in found:
+      raise ValueError(
+        f'Seconds of {name!r} are given twice, {found[name]:g} and '
+        f'{seconds:g}: give one of them.'
       )
     found[name] = seconds
   return found

@@ -120,6 +120,8 @@ def test_seconds_that_are_given_are_read_and_refused():
   for text in 'simulate', 'simulate=fast', 'simulate=-1', '=1', 'a=inf':
     with pytest.raises(ValueError, match='should be the name of a host stage'):
       host_timing.parse([text])
+  with pytest.raises(ValueError, match="'reward' are given twice, 1 and 2"):
+    host_timing.parse(['reward=1', 'simulate=1', 'reward=2'])
   flow = plan_report_test.flow()
   host_timing.check(flow, {'reward': 1.0})
   with pytest.raises(ValueError, match='given for simulate, and .* are reward'):
