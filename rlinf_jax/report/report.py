@@ -150,8 +150,9 @@ def _headline_card(
   colors, lines = {}, []
   counterpart, label = TRAINING_COUNTERPARTS.get(name, ('', ''))
   if counterpart in run.series:
-    greedy = '' if name == 'eval/loss' else ', greedy'
-    colors = {f'held out{greedy}': 1, label: 2}
+    how = ', sampled' if curves.of_samples(run.series) else ', greedy'
+    how = '' if name == 'eval/loss' else how
+    colors = {f'held out{how}': 1, label: 2}
     lines = [charts.Curve(*run.series[counterpart], 2)]
   is_evaluation = name.startswith('eval/')
   change = summary.first_and_last(run, name)
@@ -191,7 +192,9 @@ def _curve_cards(run: run_folder.Run) -> str:
   cards = []
   headline = summary.headline(run)
   shown = headline.metric if headline else ''
-  for title, note, names in curves.CURVES:
+  several = curves.of_samples(run.series)
+  samples = 'Several samples', 'of held-out problems', several
+  for title, note, names in (*curves.CURVES, samples):
     series = {
       label: run.series[name]
       for label, name in names.items()

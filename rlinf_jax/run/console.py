@@ -12,6 +12,7 @@ import sys
 from typing import Any, NamedTuple, TextIO
 
 from rlinf_jax.report import by_set, predicted
+from rlinf_jax.report.html import curves
 from rlinf_jax.run_files import failures, writers
 
 # Fields of the line of a step and of an evaluation, in order; a field whose
@@ -161,7 +162,9 @@ def format_step(
   fields = STEP
   if _is_evaluation(values):
     parts.insert(0, 'evaluation')
-    fields = EVALUATION
+    several = curves.of_samples(values).items()
+    scores = [f'{label} {{{name}:.1%}}' for label, name in several]
+    fields = (*EVALUATION[:1], *scores, *EVALUATION[1:])
   line = GAP.join(parts)
   for field in fields:
     try:

@@ -5,12 +5,14 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from rlinf_jax.runtime import base as runtime_base
 from stages import base, core, metrics
 from stages.language import tokens
 from stages.language.evaluate import SAMPLES
 
+FEW = 4  # Completions of an evaluation that a run logs.
 ALL = 'all'  # Name of all problems together, among the names of sets.
 
 
@@ -61,6 +63,22 @@ def summarize(
       head, _, tail = metric.partition('/')
       values[f'{head}/{name}/{tail}'] = value
   return values, rows
+
+
+def few_rows(rows: base.Info) -> base.Info:
+  """Some rows of an evaluation to show, evenly spread over its problems.
+
+  The first ones could be several completions of one problem.
+
+  Args:
+    rows: arrays by name; where `weight` is among them, rows of weight 0 are
+      padding.
+  """
+  kept = np.arange(len(jax.tree.leaves(rows)[0]))
+  if 'weight' in rows:
+    kept = np.flatnonzero(rows['weight'])
+  chosen = np.linspace(0, len(kept) - 1, min(len(kept), FEW)).astype(int)
+  return jax.tree.map(lambda x: x[kept[chosen]], rows)
 
 
 def _by_set(

@@ -27,7 +27,6 @@ THROUGHPUT = {
   'train/tokens': 'throughput/tokens_per_second',
   'env/steps': 'throughput/steps_per_second',
 }
-EVALUATION_SAMPLES = 4  # Completions of an evaluation that are logged.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -323,8 +322,8 @@ class Loop:
     values[run_log.EVALUATION] = time.perf_counter() - start
     self._log.write_metrics(self.steps, values)
     self._video = samples.pop(video.NAME, None)
-    first = jax.tree.map(lambda x: x[:EVALUATION_SAMPLES], samples)
-    self._write_samples(first)
+    few = {name: evaluation.few_rows(rows) for name, rows in samples.items()}
+    self._write_samples(few)
     self._update_metrics(values)
 
   def _write_samples(self, samples: dict[str, Any]):

@@ -1,5 +1,10 @@
 """The metrics that reports draw as curves."""
 
+from collections.abc import Iterable
+import re
+
+SEVERAL = re.compile(r'eval/(pass|maj)_at_(\d+)')  # Of k samples a problem.
+
 # Curves in the order of the page: title, note, metrics by label.
 CURVES = (
   ('Reward', 'mean over the rows of a step', {'': 'rollout/reward_mean'}),
@@ -105,3 +110,15 @@ CURVES = (
     {'': 'throughput/steps_per_second'},
   ),
 )
+
+
+def of_samples(names: Iterable[str]) -> dict[str, str]:
+  """The scores of all samples of a problem, such as pass@8, by label.
+
+  Args:
+    names: metrics, of which some may be of several samples.
+  """
+  found = [match for name in names if (match := SEVERAL.fullmatch(name))]
+  most = max((int(x[2]) for x in found), default=0)
+  labels = {f'{x[1]}@{most}': x[0] for x in found if int(x[2]) == most}
+  return dict(sorted(labels.items(), reverse=True))

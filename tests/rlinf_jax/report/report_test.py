@@ -110,6 +110,18 @@ def test_samples_are_colored_by_whether_they_are_correct(full):
   assert '9 of 10 correct' in last
 
 
+def test_an_evaluation_of_several_samples_is_not_called_greedy(full, tmp_path):
+  assert 'held out, greedy' in full and 'Several samples' not in full
+  lines = [
+    {'step': n, 'eval/accuracy': 0.1, 'eval/pass_at_4': 0.2} for n in (0, 3)
+  ]
+  lines.append({'step': 3, 'rollout/accuracy': 0.1})
+  fake_run.write_lines(tmp_path / 'metrics.jsonl', lines)
+  page = report.write(tmp_path).read_text(encoding='utf-8')
+  assert 'held out, sampled' in page and 'held out, greedy' not in page
+  assert 'Several samples' in page and 'pass@4' in page
+
+
 @pytest.mark.parametrize(
   ('scores', 'title', 'marks'),
   [

@@ -155,6 +155,15 @@ def test_the_summary_compares_the_first_evaluation_with_the_last(tmp_path):
   ]
 
 
+def test_an_evaluation_has_the_scores_of_all_samples():
+  values = {'eval/accuracy': 0.5, 'eval/pass_at_2': 0.6, 'eval/maj_at_2': 0.5}
+  values |= {'eval/pass_at_8': 0.9, 'eval/maj_at_8': 0.7, 'eval/reward': 1.0}
+  assert console.format_step(3, 9, values) == (
+    'evaluation  step 3/9  accuracy 50.0%  pass@8 90.0%  maj@8 70.0%'
+    '  reward 1.00'
+  )
+
+
 def test_the_summary_of_fine_tuning_has_the_held_out_loss(tmp_path):
   lines = [
     {'step': 0, 'eval/loss': 11.9, 'eval/agreement': 0.059},

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rlinf_jax.run import evaluation
 from stages import metrics
@@ -19,6 +20,17 @@ def test_a_term_of_the_reward_is_a_metric_of_its_set_and_no_task():
     'reach': {'success_once'},
     'all': {'accuracy', 'reward/format'},
   }
+
+
+def test_rows_to_show_are_of_different_problems_and_no_padding():
+  weight_B = np.r_[np.ones(9), np.zeros(3)]
+  rows = {'reward': np.arange(12), 'text': {'x': np.arange(12)}}
+  found = evaluation.few_rows(rows | {'weight': weight_B})
+  assert found['reward'].tolist() == [0, 2, 5, 8]
+  assert found['text']['x'].tolist() == [0, 2, 5, 8]
+  assert evaluation.few_rows(rows)['reward'].tolist() == [0, 3, 7, 11]
+  two = evaluation.few_rows({'reward': np.arange(2)})
+  assert two['reward'].tolist() == [0, 1]
 
 
 def test_no_evaluation_has_the_key_of_a_step_or_of_another_batch():
