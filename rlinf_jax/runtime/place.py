@@ -331,7 +331,8 @@ class Place:
     """Positions of donated values whose memory some output can reuse."""
 
     def kind_of(v, hosted):
-      return flow.values[v].shape, flow.values[v].dtype, v in hosted
+      value = flow.values[v]
+      return value.shape, value.dtype, self.layout(value, v in hosted)
 
     outputs = [kind_of(v, streamed.values()) for v in node.writes]
     positions = []

@@ -1,5 +1,7 @@
 """A runtime of threads: memory it reuses, copies it makes, bits it keeps."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -193,6 +195,23 @@ def test_two_calls_of_a_stage_may_have_outputs_with_and_without_rows():
     step(state, small_learner.BATCH, small_learner.KEY),
   )
   tiny.assert_same_bits(got, want)  # Sums of whole numbers are exact.
+
+
+def test_no_memory_is_reused_for_a_value_that_is_laid_out_otherwise():
+  twice = stages.Stage(lambda x: 2 * x, 'twice')
+  turn = stages.Stage(lambda x: x[::-1], 'turn', 'batch')
+
+  def step(state, *_):
+    both = twice(state)
+    return turn(state), both  # Rows are sharded, and what `turn` makes is not.
+
+  state = np.arange(16, dtype=np.float32).reshape(8, 2)
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter('always')
+    planned = small_learner.ready(step, state, placement=tiny.PLACES['data'])
+    planned.step(small_learner.BATCH, small_learner.KEY)
+  assert not [w for w in found if 'donated' in str(w.message)]
+  np.testing.assert_array_equal(in_memory.state(planned), state[::-1])
 
 
 @pytest.mark.parametrize('grains', [('row', 'batch'), ('batch', 'row')])
