@@ -1,8 +1,8 @@
 """Models when the completions of a batch finish.
 
 Decoding takes a step for each token of the longest row, while other rows finish
-one by one. The number of unfinished rows over time, and the time at which the
-first groups are complete, decide whether learning should overlap with decoding.
+one by one. The time at which the first groups are complete decides whether
+learning should overlap with decoding.
 
 Lengths are tokens of each row; the rows of a group are adjacent. A step decodes
 one token of every active row. `step(batch, contexts)` returns the seconds of
@@ -11,7 +11,6 @@ each step of `contexts`.
 
 from collections.abc import Callable, Sequence
 import heapq
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,58 +19,12 @@ from planner.costs.decoding import contexts as contexts_lib
 Step = Callable[[int, contexts_lib.Contexts], np.ndarray]
 
 
-class CompletionCurve(NamedTuple):
-  """The number of unfinished rows over time.
-
-  Attributes:
-    seconds: the end of each step, [T + 1], from zero.
-    unfinished: number of unfinished rows at that time, [T + 1].
-  """
-
-  seconds: np.ndarray
-  unfinished: np.ndarray
-
-  def at(self, seconds: float) -> int:
-    """Returns the number of unfinished rows after `seconds`."""
-    i = np.searchsorted(self.seconds, seconds, side='right') - 1
-    return int(self.unfinished[max(i, 0)])
-
-
-def curve(
+def finish(
   lengths: Sequence[int],
   step: Step,
   *,
+  slots: int | None = None,
   prompt: float = 0.0,
-  before: float = 0.0,
-  shrinks: bool = True,
-) -> CompletionCurve:
-  """Returns the unfinished rows over time if all rows start at once.
-
-  Args:
-    lengths: tokens of each row.
-    step: seconds of a step.
-    prompt: tokens of a prompt.
-    before: seconds of prefilling, before the first step.
-    shrinks: whether finished rows leave the batch, as in an inference engine,
-      or stay until all have finished, as in a compiled loop.
-  """
-  lengths = _lengths(lengths)
-  T = int(lengths.max())
-  ended = np.bincount(lengths, minlength=T + 1)
-  unfinished = len(lengths) - np.cumsum(ended)
-  batches = np.concatenate([[len(lengths)], unfinished[1:-1]])
-  if not shrinks:
-    batches = np.full(T, len(lengths))
-  takes = np.zeros(T)
-  for batch in np.unique(batches):
-    some = np.flatnonzero(batches == batch)
-    takes[some] = step(int(batch), contexts_lib.Contexts([0], some, prompt))
-  seconds = np.concatenate([[0.0], np.cumsum(takes)]) + before
-  return CompletionCurve(seconds, unfinished)
-
-
-def finish(
-  lengths: Sequence[int], step: Step, *, slots: int | None = None, **kwargs
 ) -> np.ndarray:
   """Returns the seconds at which each row finishes, [N].
 
@@ -80,11 +33,17 @@ def finish(
     step: seconds of a step.
     slots: largest number of active rows; the next row starts when one finishes.
       None for all at once.
-    **kwargs: as in `curve`, or as in `refill` where there are slots.
+    prompt: tokens of a prompt.
   """
   if slots is not None and slots < len(lengths):
-    return refill(lengths, step, slots=slots, **kwargs)
-  return curve(lengths, step, **kwargs).seconds[_lengths(lengths)]
+    return refill(lengths, step, slots=slots, prompt=prompt)
+  lengths = _lengths(lengths)
+  ended = np.cumsum(np.bincount(lengths))
+  batches, takes = len(lengths) - ended[:-1], np.zeros(lengths.max())
+  for batch in np.unique(batches):
+    some = np.flatnonzero(batches == batch)
+    takes[some] = step(int(batch), contexts_lib.Contexts([0], some, prompt))
+  return np.cumsum(takes)[lengths - 1]
 
 
 def refill(
@@ -93,7 +52,6 @@ def refill(
   *,
   slots: int,
   prompt: float = 0.0,
-  before: float = 0.0,
 ) -> np.ndarray:
   """Returns when each row finishes with continuous batching, [N].
 
@@ -102,7 +60,6 @@ def refill(
     step: seconds of a step.
     slots: largest number of active rows.
     prompt: tokens of a prompt.
-    before: seconds of prefilling one prompt, while all other rows wait.
   """
   lengths = _lengths(lengths)
   if slots < 1:
@@ -115,7 +72,7 @@ def refill(
   waiting = iter(range(first, len(lengths)))
   # The steps in which the active rows started, the first first.
   starts = dict.fromkeys(range(first), 0)
-  now, clock = 0, first * before
+  now, clock = 0, 0.0
   while active:
     end, batch = active[0][0], len(active)
     some = np.arange(now, end)
@@ -129,7 +86,6 @@ def refill(
     for i in waiting:
       heapq.heappush(active, (now + int(lengths[i]), i))
       starts[i] = now
-      clock += before
       if len(active) == slots:
         break
   return done

@@ -1,4 +1,4 @@
-"""Completion curves are what a simulation row by row says."""
+"""Completions end when a simulation row by row says."""
 
 import numpy as np
 import pytest
@@ -29,21 +29,19 @@ def step_by_hand(batch, contexts):
   return 1.0 + 0.1 * batch + 0.01 * batch * each
 
 
-def by_hand(lengths, slots, prompt=0.0, before=0.0, shrinks=True):
+def by_hand(lengths, slots, prompt=0.0):
   """When each row is complete, a token and a row at a time."""
   written, queue = {}, list(range(len(lengths)))
   done, clock = np.zeros(len(lengths)), 0.0
-  while queue or any(written[i] < lengths[i] for i in written):
+  while queue or written:
     while queue and len(written) < slots:
       written[queue.pop(0)] = 0
-      clock += before
     contexts = [prompt + n for n in written.values()]
     clock += step_by_hand(len(written), contexts)
     for i in list(written):
       written[i] += 1
       if written[i] == lengths[i]:
         done[i] = clock
-      if written[i] >= lengths[i] and shrinks:
         del written[i]
   return done
 
@@ -54,20 +52,19 @@ RANDOM = [
 
 
 @pytest.mark.parametrize('lengths', RANDOM)
-@pytest.mark.parametrize('shrinks', [True, False])
-def test_rows_end_as_simulated_row_by_row(lengths, shrinks):
-  want = by_hand(lengths, len(lengths), prompt=5, shrinks=shrinks)
-  got = completions.finish(lengths, step, prompt=5, shrinks=shrinks)
+def test_rows_end_as_simulated_row_by_row(lengths):
+  want = by_hand(lengths, len(lengths), prompt=5)
+  got = completions.finish(lengths, step, prompt=5)
   np.testing.assert_allclose(got, want, rtol=1e-12)
 
 
 @pytest.mark.parametrize('lengths', RANDOM)
 @pytest.mark.parametrize('slots', [1, 3, 8])
 def test_slots_are_refilled_as_simulated_row_by_row(lengths, slots):
-  want = by_hand(lengths, slots, prompt=5, before=0.25)
-  got = completions.refill(lengths, step, slots=slots, prompt=5, before=0.25)
+  want = by_hand(lengths, slots, prompt=5)
+  got = completions.refill(lengths, step, slots=slots, prompt=5)
   np.testing.assert_allclose(got, want, rtol=1e-12)
-  via = completions.finish(lengths, step, slots=slots, prompt=5, before=0.25)
+  via = completions.finish(lengths, step, slots=slots, prompt=5)
   np.testing.assert_array_equal(via, got)
 
 
@@ -77,23 +74,9 @@ def test_refilling_as_many_slots_as_rows_equals_a_single_batch(lengths):
   np.testing.assert_allclose(one, completions.finish(lengths, step, prompt=2))
 
 
-@pytest.mark.parametrize('lengths', RANDOM)
-def test_the_curve_counts_unfinished_rows(lengths):
-  found = completions.curve(lengths, step, before=3.0)
-  done = by_hand(lengths, len(lengths)) + 3.0
-  for seconds in np.linspace(0, done.max() + 1, 50) + 1e-7:
-    assert found.at(seconds) == (done > seconds).sum()
-  assert found.unfinished[0] == len(lengths) and found.unfinished[-1] == 0
-  assert found.seconds[0] == 3.0
-  assert (np.diff(found.unfinished) <= 0).all()
-
-
-def test_a_curve_of_two_rows_by_hand():
-  found = completions.curve([1, 3], lambda batch, _: batch)
-  np.testing.assert_array_equal(found.seconds, [0, 2, 3, 4])
-  np.testing.assert_array_equal(found.unfinished, [2, 1, 1, 0])
-  stays = completions.curve([1, 3], lambda batch, _: batch, shrinks=False)
-  np.testing.assert_array_equal(stays.seconds, [0, 2, 4, 6])
+def test_a_row_shortens_the_steps_of_the_rows_that_outlive_it():
+  done = completions.finish([1, 3], lambda batch, _: batch)
+  np.testing.assert_array_equal(done, [2, 4])
 
 
 @pytest.mark.parametrize('lengths', RANDOM[::2])
@@ -145,8 +128,8 @@ def test_empty_slots_read_what_the_longest_row_needs_or_nothing():
 @pytest.mark.parametrize(
   'call, words',
   [
-    (lambda: completions.curve([], step), 'at least one'),
-    (lambda: completions.curve([0, 2], step), 'at least one'),
+    (lambda: completions.finish([], step), 'at least one'),
+    (lambda: completions.finish([0, 2], step), 'at least one'),
     (lambda: completions.refill([2], step, slots=0), 'at least 1 slot'),
     (lambda: completions.finished_groups([1, 2, 3], 2), 'no whole number'),
   ],

@@ -40,11 +40,11 @@ def seconds(pieces=1, **kwargs):
 def test_an_engine_ends_with_its_longest_row():
   (spent,) = seconds(engine=True)
   longest = ends.longest(LENGTHS, 32)
-  curve = completions.curve(
+  done = completions.finish(
     np.sort([*LENGTHS[:-1], max(100, round(longest))]),
     lambda batch, _: 1e-3 + 1e-4 * batch,
   )
-  assert spent == pytest.approx(curve.seconds[-1])
+  assert spent == pytest.approx(done.max())
   assert spent < 100 * (1e-3 + 32 * 1e-4)  # As if all were as long.
 
 
