@@ -12,7 +12,7 @@ import pytest
 import claims
 from planner.costs.decoding import completions
 from stages.language import huggingface, language_model, sample
-from stages.language.decoding import prefill, slot_cache
+from stages.language.decoding import generate, prefill, slot_cache
 from stages.models import transformer
 from tests.stages.language.decoding.generate_test import (
   act,
@@ -163,14 +163,19 @@ def test_prompts_that_are_read_in_chunks_are_completed_alike(monkeypatch):
   same(got, want)
 
 
-def test_no_iteration_copies_the_cache():
+@pytest.mark.parametrize('resumes', [False, True])
+def test_no_iteration_copies_the_cache(resumes):
   config = dataclasses.replace(CONFIG, dtype='float32')
   length, slots = 500, 4
   policy = language_model.policy(
     config, response_length=length, stop=STOP, slots=slots
   )
-  run = jitted(policy).lower(params(), prompts(), keys())
-  compiled = run.compile()
+  run, args = jitted(policy), (params(), prompts(), keys())
+  if resumes:
+    run = functools.partial(policy.resume, group_size=GROUP, num_started=GROUP)
+    run = jax.jit(run)
+    args += (generate.empty_completions(config, B, length),)
+  compiled = run.lower(*args).compile()
   P = prompts().token.shape[1]
   shape = f'f32[{slots},{config.K},{slot_cache.columns(P + length)},{config.W}]'
   text = compiled.as_text()
@@ -184,7 +189,8 @@ def test_no_iteration_copies_the_cache():
   assert updates
   columns = slot_cache.columns(P + length)
   cache = 2 * config.L * slots * config.K * columns * config.W * 4
-  assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * cache
+  if not resumes:  # To read rows again takes more, for these few columns.
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * cache
 
 
 def test_slots_are_refused_where_they_cannot_work():
