@@ -12,6 +12,9 @@ from ray._private.authentication import (
 from rlinf_jax.runtime.ray.transport import network
 
 HERE = 'local'  # In place of an address: Ray is started on this machine.
+# Ray would start a process for each processor at once, which no place uses:
+# those start with environment variables of their own.
+SYSTEM = {'prestart_worker_first_driver': False}
 TOKEN_SETTINGS = {'RAY_AUTH_MODE', 'RAY_AUTH_TOKEN', 'RAY_AUTH_TOKEN_PATH'}
 
 
@@ -45,7 +48,7 @@ def connect(address: str = HERE):
       # JAX warns of it, but the processes of Ray become other programs at once.
       warnings.filterwarnings('ignore', r'os\.fork\(\) was called')
       try:
-        ray.init('local', num_cpus=cpus, **options)
+        ray.init('local', num_cpus=cpus, _system_config=SYSTEM, **options)
       except Exception as error:  # Ray raises `Exception` itself, too.
         raise ConnectionError(
           'Ray did not start on this machine, which can be short of memory, of '

@@ -89,8 +89,18 @@ def assert_same(folder, other):
   assert models[0].read_bytes() == models[1].read_bytes()
 
 
-@pytest.fixture(scope='module')
-def with_ray(tmp_path_factory, model):
+# Which of its places is killed after which step.
+DEATHS = {
+  'one, the other': [(0, 3), (1, 7)],
+  'the other, one': [(1, 3), (0, 7)],
+  'none': [],
+}
+
+
+@pytest.fixture(
+  scope='module', params=claims.some(DEATHS, keep=['one, the other'])
+)
+def with_ray(request, tmp_path_factory, model):
   """Folder, output and process of a run with Ray, whose Ray was seen."""
   folder = tmp_path_factory.mktemp('ray') / 'run'
   # The driver computes on the CPU: it would not start on a platform that this
@@ -98,11 +108,26 @@ def with_ray(tmp_path_factory, model):
   process = start_run(folder, model, RAY, platform='tpu')
   while not _reached(folder, 0) and process.poll() is None:
     time.sleep(0.1)
-  assert 'raylet' in _ray_processes(process), 'It is looked for at the end.'
-  return folder, finish(process), process
+  of_ray = _ray_processes(process)
+  assert 'raylet' in of_ray, 'It is looked for at the end.'
+  assert 'ray::IDLE' not in of_ray  # All others are of places.
+  kills = DEATHS[request.param]
+  kill_after(process, folder, kills)
+  out = finish(process)
+  deaths = (
+    "'actor' has died in step .* and was replaced in",
+    "'learner' has died(.|\n)*continues from step [05]",
+  )
+  for death in deaths:
+    assert (re.search(death, out) is not None) == bool(kills)
+  return folder, out, process
 
 
 def test_ray_leaves_the_same_folder_as_one_process(with_ray, one):
+  """Also if a learner that is killed restarts from a checkpoint.
+
+  The actor is replaced at once.
+  """
   folder, out, process = with_ray
   assert_same(folder, one)
   assert re.search(r'actor → learner .*B (in calls|by shared memory)', out)
@@ -235,22 +260,6 @@ def kill_after(process, folder, kills):
     victims = victims or places(process)
     assert len(victims) == 2
     victims[who].send_signal(signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-  'first, second', claims.some([(0, 1), (1, 0)], [(0, 1)])
-)
-def test_a_run_continues_when_its_processes_are_killed(
-  tmp_path, model, one, first, second
-):
-  """The learner restarts from a checkpoint; the actor is replaced at once."""
-  folder = tmp_path / 'run'
-  process = start_run(folder, model, RAY)
-  kill_after(process, folder, [(first, 3), (second, 7)])
-  out = finish(process)
-  assert re.search("'actor' has died in step .* and was replaced in", out)
-  assert re.search("'learner' has died(.|\n)*continues from step [05]", out)
-  assert_same(folder, one)
 
 
 @pytest.mark.claims
