@@ -311,22 +311,36 @@ def pytest_runtestloop(session):
 
 # CPU-seconds of the longest modules, as `--costs` measures them.
 COSTS = pathlib.Path(__file__).parent / 'costs.json'
+# Modules that one process takes together, by what is found in them. Ray gives
+# the agent of a node 15 seconds to start, which are too few while others start
+# as well, and who runs vLLM imports it for five CPU-seconds.
+TOGETHER = {
+  'ray': '^import (local_)?ray$',
+  'vllm': '^import vllm_models$',
+}
+
+
+def unit(module) -> str:
+  """Name of a module, or of the modules that are taken with it."""
+  if '/ray/' in module.nodeid:
+    return 'ray'
+  text = module.path.read_text()
+  for name, line in TOGETHER.items():
+    if re.search(line, text, re.M):
+      return name
+  return module.nodeid
 
 
 def taken(modules, folder):
-  """Yields one module after the other, each taken once by a file.
+  """Yields modules that are taken together, each of them once by a file.
 
-  Long modules come first: a long one at the end would run alone. All that
-  start Ray are taken together, one after the other: Ray gives the agent of a
-  node 15 seconds to start, which are too few while others start as well.
+  Long ones come first: a long one at the end would run alone.
   """
   together, seconds = {}, json.loads(COSTS.read_text())
   for module in modules:
-    name, text = module.nodeid, module.path.read_text()
-    if '/ray/' in name or re.search('^import ray$', text, re.M):
-      name = 'ray'
+    name = unit(module)
     together.setdefault(name, []).append(module)
-    seconds.setdefault(name, 5 if 'mark.slow' in text else 0)
+    seconds.setdefault(name, 5 if 'mark.slow' in module.path.read_text() else 0)
   folder.mkdir(parents=True, exist_ok=True)
   for name in sorted(together, key=lambda name: -seconds[name]):
     try:

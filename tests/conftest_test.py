@@ -204,6 +204,7 @@ def test_processes_share_modules_and_each_test_runs_once(
     module('d', slow),
     *(module(f'ray/{name}') for name in 'ef'),
     module('g', ray),
+    module('h', 'import local_ray\n'),
   ]
   shares = [conftest.taken(modules, tmp_path / 'of') for _ in range(processes)]
   turns = [

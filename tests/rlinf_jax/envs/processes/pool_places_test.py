@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-import ray
 
+import local_ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.envs import gymnasium
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
-from rlinf_jax.runtime.ray import connection, driver
+from rlinf_jax.runtime.ray import driver
 from rlinf_jax.state import state_readers
 import saved
 from stages import workflows
@@ -25,6 +25,7 @@ from stages.models.control import gaussian_policy
 import tiny
 
 pytestmark = pytest.mark.slow
+cluster = local_ray.cluster
 
 ROWS, STEPS = 4, 4
 PENDULUM = {'name': 'Pendulum-v1'}
@@ -59,13 +60,6 @@ def flows(**settings):
     flow_lib.trace(workflow.step, state, (), key),
     flow_lib.trace(evaluate, state, SEED, key),
   )
-
-
-@pytest.fixture(scope='module', autouse=True)
-def here():
-  connection.connect()
-  yield
-  ray.shutdown()
 
 
 @pytest.fixture

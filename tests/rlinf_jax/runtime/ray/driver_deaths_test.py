@@ -15,22 +15,31 @@ import pytest
 
 import claims
 import in_memory
+import local_ray
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
 import saved
 from tests.rlinf_jax.runtime.ray import driver_test
 import tiny
 
 pytestmark = pytest.mark.slow
-ray_cluster, runtimes = driver_test.ray_cluster, driver_test.runtimes
+cluster, runtimes = local_ray.cluster, driver_test.runtimes
+SLOW = driver_test.SLOW
 
 
-def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
-  remote, _ = runtimes(
-    driver_test.PAIR, functools.partial(driver_test.simple, driver_test.sleep)
-  )
+@pytest.fixture(scope='module')
+def pair():
+  """A RayRuntime and a LocalRuntime of two places."""
+  remote, local_ = driver_test.of_plan(driver_test.PAIR, driver_test.simple)
+  yield remote, local_
+  remote.close()
+  local_.close()
+
+
+def test_the_death_of_a_process_with_state_is_reported_in_seconds(pair):
+  remote, _ = pair
   remote.start(driver_test.first())
   assert remote.step(driver_test.batch(1), driver_test.KEY) == 8
-  future = remote.submit(driver_test.batch(9), driver_test.KEY)
+  future = remote.submit(driver_test.batch(SLOW), driver_test.KEY)
   time.sleep(1)
   start = time.monotonic()
   os.kill(remote.processes()['a']['pid'], signal.SIGKILL)
@@ -38,25 +47,20 @@ def test_the_death_of_a_process_with_state_is_reported_in_seconds(runtimes):
     future.result(timeout=60)
   assert time.monotonic() - start < 12  # Before the sleep ends.
   remote.start(driver_test.first(1.0), 1)  # Starts the process again.
-  assert (
-    remote.step(driver_test.batch(2), driver_test.KEY) == 16
-    and saved.state_of(remote) == 17
-  )
+  assert remote.step(driver_test.batch(2), driver_test.KEY) == 16
+  assert saved.state_of(remote) == 17
 
 
-def test_a_process_that_dies_without_state_is_replaced_in_seconds(runtimes):
-  remote, _ = runtimes(
-    driver_test.PAIR, functools.partial(driver_test.simple, driver_test.sleep)
-  )
+def test_a_process_that_dies_without_state_is_replaced_in_seconds(pair):
+  remote, _ = pair
   remote.start(driver_test.first())
   assert remote.step(driver_test.batch(1), driver_test.KEY) == 8
-  before, future = (
-    remote.processes()['b']['pid'],
-    remote.submit(driver_test.batch(9), driver_test.KEY),
-  )
+  before = remote.processes()['b']['pid']
+  future = remote.submit(driver_test.batch(SLOW), driver_test.KEY)
   time.sleep(1)
   os.kill(before, signal.SIGKILL)
-  assert future.result(timeout=60) == 72 and saved.state_of(remote) == 80
+  assert future.result(timeout=60) == 8 * SLOW
+  assert saved.state_of(remote) == 8 * SLOW + 8
   (line,) = remote.notices()
   assert "place 'b' has died in step 2 and was replaced in " in line
   assert remote.processes()['b']['pid'] != before
@@ -107,8 +111,8 @@ def survive(remote, rng, victims, kills):
 
 
 @pytest.mark.parametrize('deaths', claims.some([5, 30], keep=[5]))
-def test_deaths_at_any_moment_change_nothing(runtimes, deaths):
-  remote, local_ = runtimes(driver_test.PAIR, driver_test.simple)
+def test_deaths_at_any_moment_change_nothing(pair, deaths):
+  remote, local_ = pair
   in_memory.start(local_, jnp.zeros(()))
   want = [
     float(local_.step(driver_test.batch(i % 5), driver_test.KEY))

@@ -15,6 +15,7 @@ from ray import util
 
 from experiments.processes import driver_memory, two_places
 import in_memory
+import local_ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
@@ -22,7 +23,7 @@ from rlinf_jax.planning.profiling import profiler
 from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import executor, local, programs
 from rlinf_jax.runtime.base import ProcessDiedError, StageError
-from rlinf_jax.runtime.ray import connection, driver
+from rlinf_jax.runtime.ray import driver
 from rlinf_jax.state import state_readers
 import saved
 import stages
@@ -30,18 +31,12 @@ from stages import base
 import tiny
 
 pytestmark = pytest.mark.slow
+cluster = local_ray.cluster
 
 SIZE = 48 * 2**20  # Bytes of the state.
 LEAF = SIZE // two_places.BYTES // two_places.LEAVES
 X = np.ones(4, np.float32)
 SOURCE = {'at': np.zeros(1)}
-
-
-@pytest.fixture(scope='module', autouse=True)
-def ray_cluster():
-  connection.connect()
-  yield
-  ray.shutdown()
 
 
 @pytest.fixture

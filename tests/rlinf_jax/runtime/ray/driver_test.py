@@ -7,16 +7,16 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 import pytest
 import ray
 
+import local_ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import passes
 from rlinf_jax.runtime import local, programs
 from rlinf_jax.runtime.base import StageError
-from rlinf_jax.runtime.ray import connection, driver, resources
+from rlinf_jax.runtime.ray import driver, resources
 from rlinf_jax.state import state_readers
 import saved
 import stages
@@ -26,6 +26,7 @@ import tiny
 import toys
 
 pytestmark = pytest.mark.slow
+cluster = local_ray.cluster
 
 TWO = {
   'places': {'actor': {'devices': [0]}, 'learner': {'devices': [1]}},
@@ -70,31 +71,6 @@ def flows(staleness=0):
   )
 
 
-def processes_of(session: str) -> list[str]:
-  """Names of the processes that a session of Ray has started."""
-  found = []
-  for process in psutil.process_iter():
-    try:
-      if any(session in argument for argument in process.cmdline()):
-        found.append(process.name())
-    except psutil.Error:  # It has ended meanwhile.
-      continue
-  return found
-
-
-@pytest.fixture(scope='module', autouse=True)
-def ray_cluster():
-  connection.connect()
-  session = ray.get_runtime_context().get_session_name()
-  assert processes_of(session), 'These are looked for at the end.'
-  yield
-  ray.shutdown()
-  deadline = time.monotonic() + 30
-  while (left := processes_of(session)) and time.monotonic() < deadline:
-    time.sleep(0.5)
-  assert not left, f'Ray left processes: {left}.'
-
-
 def first(state=0.0):
   """A reader of a state, for any process."""
   return state_readers.FirstState(functools.partial(jnp.full, (), state))
@@ -122,18 +98,25 @@ def run(
   return tiny.arrays((jax.device_get(infos), saved.state_of(runtime)))
 
 
+def of_plan(sketch, fn, **kwargs):
+  """A RayRuntime and a LocalRuntime of a plan."""
+  step, evaluate = fn()
+  plan = plan_lib.parse(sketch, dict.fromkeys(step.stages + evaluate.stages))
+  return (
+    driver.RayRuntime(plan, fn, step=step, evaluate=evaluate, **kwargs),
+    local.LocalRuntime(plan, step=step, evaluate=evaluate),
+  )
+
+
 @pytest.fixture
-def runtimes(request):
-  """Makes a RayRuntime, closed after the test, and a LocalRuntime of a plan."""
+def runtimes():
+  """Makes both, of which the RayRuntime is closed after the test."""
   remotes = []
 
   def make(sketch, fn=flows, **kwargs):
-    step, evaluate = fn()
-    plan = plan_lib.parse(sketch, dict.fromkeys(step.stages + evaluate.stages))
-    remotes.append(
-      driver.RayRuntime(plan, fn, step=step, evaluate=evaluate, **kwargs)
-    )
-    return remotes[-1], local.LocalRuntime(plan, step=step, evaluate=evaluate)
+    remote, local_ = of_plan(sketch, fn, **kwargs)
+    remotes.append(remote)
+    return remote, local_
 
   yield make
   for runtime in remotes:
@@ -219,15 +202,14 @@ def double(x):
   return 2 * x
 
 
-def _refuse(x):
-  if x.max() > 10:
-    raise ValueError('more than ten')
-  return x
+SLOW = 100.0  # A batch of this value takes long.
 
 
-def _sleep(x):
-  if x.max() > 10:
+def _check(x):
+  if x.max() >= SLOW:
     time.sleep(15)
+  elif x.max() > 10:
+    raise ValueError('more than ten')
   return x
 
 
@@ -235,12 +217,11 @@ def like(x):
   return x
 
 
-refuse = stages.Stage(_refuse, 'check', host=True, out_shapes=like)
-sleep = stages.Stage(_sleep, 'check', host=True, out_shapes=like)
+check = stages.Stage(_check, 'check', host=True, out_shapes=like)
 add = stages.Stage(lambda w, x: (w + x.sum(), x.sum()), 'add', 'batch')
 
 
-def simple(check=refuse, rows=4):
+def simple(check=check, rows=4):
   """Three stages: double, check, add."""
 
   def step(w, x, key):
@@ -280,12 +261,10 @@ def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(runtimes):
 
 
 def test_a_receive_timeout_names_the_value_and_its_sender(runtimes):
-  remote, _ = runtimes(
-    PAIR, functools.partial(simple, sleep), receive_timeout=6.0
-  )
+  remote, _ = runtimes(PAIR, simple, receive_timeout=6.0)
   remote.start(first())
   with pytest.raises(StageError, match=r"'a' waited 6 s .*'b'.*step 1"):
-    remote.step(batch(9), KEY)
+    remote.step(batch(SLOW), KEY)
 
 
 def different():
@@ -295,7 +274,7 @@ def different():
 
 
 def test_an_actor_that_records_another_flow_is_refused(runtimes):
-  remote, _ = runtimes(PAIR, different)
+  remote, _ = runtimes({'places': {'a': {'devices': [0]}}}, different)
   with pytest.raises(ValueError, match='another step than the driver'):
     remote.start(first())
 

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 
+import local_ray
 from rlinf_jax.engines import vllm
 from rlinf_jax.state import state_readers
 import saved
@@ -18,7 +19,7 @@ import vllm_models
 
 pytestmark = vllm_models.marks
 
-ray_cluster, runtimes = driver_test.ray_cluster, driver_test.runtimes
+cluster, runtimes = local_ray.cluster, driver_test.runtimes
 
 LENGTH, PROMPT, TURNS, GROUP = 48, 9, 4, 2
 ENGINE = {

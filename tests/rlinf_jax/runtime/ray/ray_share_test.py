@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import ray
 
 import claims
+import local_ray
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import local
 from rlinf_jax.runtime.base import ProcessDiedError
-from rlinf_jax.runtime.ray import actor, connection, driver, resources
+from rlinf_jax.runtime.ray import actor, driver, resources
 from rlinf_jax.state import state_readers
 import saved
 import stages
@@ -25,6 +25,7 @@ from tests.rlinf_jax.planning import searches_test
 import tiny
 
 pytestmark = pytest.mark.slow
+cluster = local_ray.cluster
 
 SKETCH = {
   'places': {'actor': {'devices': [0]}, 'learner': {'devices': [0]}},
@@ -33,14 +34,6 @@ SKETCH = {
 }
 KEY, N, LONG = jax.random.key(0), 64, 0.1
 SLOW = 2.0  # A batch of this value makes the slow stage very slow.
-
-
-@pytest.fixture(scope='module', autouse=True)
-def ray_cluster():
-  connection.connect()
-  yield
-  ray.shutdown()
-  time.sleep(1)
 
 
 def _taking(slow, fn, *args):

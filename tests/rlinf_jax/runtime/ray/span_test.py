@@ -19,13 +19,13 @@ import psutil
 import pytest
 import ray
 
+import local_ray
 from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.runtime.ray import connection
 from rlinf_jax.state import state_readers
 import saved
-import stages
 from tests.rlinf_jax.runtime.plans import random_plans_test
 from tests.rlinf_jax.runtime.ray import driver_test
 from tests.stages.workflows import dapo_test
@@ -101,7 +101,8 @@ def _listens(port):
 
 
 @pytest.fixture(scope='module', autouse=True)
-def ray_cluster():
+def cluster():
+  local_ray.end()
   os.environ.setdefault('RAY_AUTH_TOKEN', secrets.token_hex(32))
   with cluster_of(2, 2) as address:
     connection.connect(address)
@@ -185,15 +186,6 @@ def batch(x, rows):
   return np.full(rows, x, np.float32)
 
 
-def _sleep(x):
-  if x.max() > 10:
-    time.sleep(15)
-  return x
-
-
-sleep = stages.Stage(_sleep, 'check', host=True, out_shapes=driver_test.like)
-
-
 def _gone(pids):
   deadline = time.monotonic() + 30
   while any(map(psutil.pid_exists, pids)):
@@ -203,15 +195,14 @@ def _gone(pids):
 
 def test_the_death_of_one_process_stops_its_place(runtimes):
   rows = 1 << 19  # Too many to be sent in calls.
-  remote, _ = runtimes(
-    SPLIT, functools.partial(driver_test.simple, sleep, rows)
-  )
+  remote, _ = runtimes(SPLIT, functools.partial(driver_test.simple, rows=rows))
   for victim in ('a 1/2', 'b'):
     remote.start(driver_test.first())
     assert remote.step(batch(1, rows), driver_test.KEY) == 2 * rows
     assert saved.state_of(remote) == 2 * rows
     about = remote.processes()
-    future = remote.submit(batch(9, rows), driver_test.KEY)
+    slow = batch(driver_test.SLOW, rows)
+    future = remote.submit(slow, driver_test.KEY)
     time.sleep(0.5)
     start = time.monotonic()
     os.kill(about[victim]['pid'], signal.SIGKILL)

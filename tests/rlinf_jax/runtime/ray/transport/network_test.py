@@ -17,6 +17,7 @@ import ray
 
 import claims
 import fuzz
+import local_ray
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.ray import actor_pool, connection, driver
@@ -82,6 +83,7 @@ ROWS = 1 << 19  # Too many to be sent in calls.
 @pytest.fixture(scope='module')
 def earlier():
   """Addresses that are open before the run starts."""
+  local_ray.end()
   return set().union(*ports().values())
 
 
