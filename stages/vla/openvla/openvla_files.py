@@ -130,7 +130,7 @@ def read(
   if raw.get('model_type') != 'openvla':
     raise weights.CheckpointError(
       f'{path} describes a model of type {raw.get("model_type")!r}, expected '
-      "'openvla'."
+      "'openvla': give the folder of an OpenVLA or OpenVLA-OFT."
     )
   faults = [*config_check.wrong(raw, SETTINGS)] or [*_unsupported(raw, towers)]
   if faults:
