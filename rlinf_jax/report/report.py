@@ -40,6 +40,7 @@ TRAINING_COUNTERPARTS = {
   'eval/return': ('env/return', 'training, sampled'),
   'eval/loss': ('train/loss', 'training'),
 }
+LEAST_SHARE = 0.01  # Of a step: predictions of shorter stages are left out.
 MAX_SHARES = 8  # Rows of the table of shares; other stages are summed.
 THIRD, TWO_THIRDS, WHOLE = 325, 703, 1082  # Pixels inside of cards.
 
@@ -300,6 +301,11 @@ def _gantt_card(records: Sequence[Mapping], colors: Mapping[str, int]) -> str:
 
 
 def _predicted_card(rows: Sequence[predicted.Row]) -> str:
+  step, *stages = rows
+  least = LEAST_SHARE * max(step.predicted, step.measured or 0.0)
+  rows = [step] + [
+    x for x in stages if max(x.predicted, x.measured or 0.0) >= least
+  ]
   body = ''.join(
     f'<tr><td>{html.escape(row.name)}</td><td>{row.predicted:.3g} s</td>'
     f'<td>{"" if row.measured is None else f"{row.measured:.3g} s"}</td>'
@@ -311,7 +317,10 @@ def _predicted_card(rows: Sequence[predicted.Row]) -> str:
     '<table><tr><th></th><th>predicted</th><th>measured</th><th>ratio</th>'
     f'<th>prediction from</th></tr>{body}</table>'
   )
-  note = 'seconds per step: simulated, and the median of later steps'
+  note = (
+    'seconds per step: simulated, and the median of later steps; stages of '
+    f'{LEAST_SHARE:.0%} of a step or more'
+  )
   return page.card('Predicted and measured time', note, table, '', 'whole')
 
 

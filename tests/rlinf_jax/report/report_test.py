@@ -144,6 +144,18 @@ def test_a_reward_does_not_tell_what_is_correct(tmp_path, scores, title, marks):
     report.write(folder)
 
 
+def test_predictions_of_stages_of_next_to_no_time_are_left_out(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'run', steps=3, every=1)
+  stages = {'generate': [0.9, 'measured'], 'sometimes': [0.02, 'modeled']}
+  line = {'step': 0, 'seconds': 1.0, 'stages': stages}
+  line['stages']['never'] = [0.0001, 'modeled']
+  fake_run.write_lines(folder / 'predictions.jsonl', [line])
+  page = report.write(folder).read_text(encoding='utf-8')
+  table = page.partition('Predicted and measured time')[2]
+  assert '<td>generate</td>' in table and '<td>sometimes</td>' in table
+  assert '<td>never</td>' not in table
+
+
 def test_text_from_the_run_is_escaped(full, tmp_path):
   assert '# &lt;not&gt; markup &amp; not $money' in full
   assert '&lt;eos&gt;' in full
