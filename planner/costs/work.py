@@ -41,6 +41,10 @@ class Work:
       parameters; 0 if there is none.
     turns: trip count of the longest loop that may end early, as decoding does,
       with the loops of other parts of the same tokens; 0 if there is none.
+    reads: by the position of an argument, how often loops over its layers have
+      products with them, and one more if others have some with it. Where
+      devices share it, each of them gathers it as often, but not to look up
+      some of its rows. Empty if unknown.
   """
 
   flops: float = 0.0
@@ -57,6 +61,7 @@ class Work:
     default_factory=dict
   )
   turns: float = 0.0
+  reads: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
   @property
   def matmul_flops(self) -> float:
@@ -96,6 +101,10 @@ class Work:
         for letter in letters
       },
       turns=max(self.turns, other.turns),
+      reads={
+        i: max(self.reads.get(i, 0.0), other.reads.get(i, 0.0))
+        for i in {**self.reads, **other.reads}
+      },
     )
 
   def __add__(self, other: 'Work') -> 'Work':
@@ -108,7 +117,7 @@ class Work:
 SCALARS = tuple(
   field.name
   for field in dataclasses.fields(Work)
-  if field.name not in ('matmul', 'partial', 'turns')
+  if field.name not in ('matmul', 'partial', 'turns', 'reads')
 )
 NONE = Work()
 STRAIGHT = 0.005  # The largest relative distance of a line from a count.

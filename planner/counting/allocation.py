@@ -41,6 +41,7 @@ class Allocation:
     within: peaks inside a loop, by its time.
     moved: bytes to and from memory so far.
     kernels: number of kernels so far.
+    reads: as `work.Work.reads` so far, by the buffer of an argument.
   """
 
   def __init__(self, division: divisions.Division | None):
@@ -50,6 +51,7 @@ class Allocation:
     self._gathered, self._arguments, self._tables = {}, set(), []
     self._read = 0, []
     self.moved = self.kernels = 0.0
+    self.reads, self._used = {}, set()
 
   def peaks(self) -> Peaks:
     """Returns the peak bytes of its buffers and of loops' bodies."""
@@ -88,6 +90,15 @@ class Allocation:
     buffer = self.made(size, shape, outside=True)
     buffer.is_whole = True
     return buffer
+
+  def use(self, variable: variables.Variable):
+    """Records that something outside of loops needs an argument as a whole.
+
+    An array that is gathered for it is there for all of the program.
+    """
+    for given in self.reads.keys() & variable.origins - self._used:
+      self._used.add(given)
+      self.reads[given] += 1.0
 
   def copy_table(self, variable: variables.Variable, dtype=None):
     """Records that a TPU copies a whole parameter to read or write its rows.
@@ -138,6 +149,7 @@ class Allocation:
     buffer = variables.Buffer(size, self.now, outside, shape)
     buffer.sources = sources or {}
     needs = self._read_now() if sources is None else sources
+    buffer.origins = frozenset().union(*(one.origins for one in sources or ()))
     buffer.follows(len(self.buffers), needs)
     if shape in self.parameters:
       buffer.is_whole, buffer.is_sharded = self.whole, not self.whole
@@ -150,6 +162,9 @@ class Allocation:
       divided = self.division.argument(letters, getattr(aval, 'shape', ()))
     variable = self.stored(aval, divided, outside=True)
     variable.letters = letters
+    for buffer in variable.sources:
+      buffer.origins = frozenset([buffer])
+      self.reads[buffer] = 0.0
     self._arguments.update(variable.sources)
     return variable
 

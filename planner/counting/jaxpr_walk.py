@@ -47,6 +47,7 @@ class WorkCounter(loops.LoopCounter):
       kernels=self.kernels,
       partial=dict(self.partial),
       turns=self.turns,
+      reads=dict(enumerate(self.reads.values())),
     )
 
   # Programs.
@@ -99,6 +100,7 @@ class WorkCounter(loops.LoopCounter):
     for x, variable in zip(eqn.invars, args, strict=True):
       if variable.shape in self.parameters:
         self.gather(variable, x.aval.dtype)
+        self.use(variable)
     made = self.step(eqn, args)
     self.whole = False
     return made
@@ -277,6 +279,8 @@ class WorkCounter(loops.LoopCounter):
     self.kernels += 1
     size = max(getattr(var.aval, 'size', 0) for var in eqn.invars)
     if name in ('dot_general', 'conv_general_dilated', 'ragged_dot_general'):
+      for variable in args:
+        self.use(variable)
       flops = primitives.product_flops(eqn)
       self.add_matmul(str(eqn.invars[0].aval.dtype), flops)
       self.flops += flops

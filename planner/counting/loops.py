@@ -61,6 +61,7 @@ class LoopCounter(allocation.Allocation):
       one.constant = None if i in drop else variable.constant
       for buffer in one.sources:  # Loops write their carry in place.
         buffer.size, buffer.outside = 0.0, False
+        buffer.origins |= variable.origins
       given.append(one)
     made = frame.inline(jaxpr, given, unread)
     in_place = [
@@ -100,9 +101,15 @@ class LoopCounter(allocation.Allocation):
     made,
     state=(),
     unread=frozenset(),
+    drop=(),
   ):
     for variable in args:
       self.hand_over(variable)
+    for i, times in done.reads.items():
+      # Each trip gathers again, unless the array is whole before the loop.
+      there = self._used if self.whole else set()
+      for given in self.reads.keys() & args[i].origins - there:
+        self.reads[given] += times * (1.0 if i in drop else turns)
     for i in state:  # A loop's results take over the memory of zeros.
       for buffer in args[i].sources:
         if buffer.born == self.now and not buffer.outside:
@@ -147,12 +154,14 @@ class LoopCounter(allocation.Allocation):
       dataclasses.replace(x, divided=x.divided and ((), *x.divided))
       for x in stacked
     ]
-    made = self._repeat(eqn, args, done, n, made, state, unread)
+    made = self._repeat(eqn, args, done, n, made, state, unread, drop)
     # Parameters that a forward pass stores for each trip keep their letters.
     for i in range(carried[1], len(made)):
       letters = stacked[i - carried[1]].letters
       if i not in unread:
         made[i].letters = letters and ('', *letters)
+        for buffer in made[i].sources:
+          buffer.origins |= stacked[i - carried[1]].origins
     return made
 
   def _while(self, eqn, args):
@@ -173,7 +182,9 @@ class LoopCounter(allocation.Allocation):
     state = [self._forgetful(variable) for variable in state]
     args = body_consts + state
     done, made = self._carrying(body, args, range(m, len(args)))
+    reads = {n + i: times for i, times in done.reads.items()}
     done += self._body(test, test_consts + state)[0]
+    done = dataclasses.replace(done, reads=reads)
     before = self.turns if PARTS in str(eqn.source_info.name_stack) else 0.0
     self.turns = max(self.turns, before + turns * early)
     carried = range(len(test_consts) + m, len(test_consts + args))
@@ -206,7 +217,11 @@ class LoopCounter(allocation.Allocation):
       name: max(getattr(work, name) for work, _ in branches)
       for name in ('bytes_alive', 'bytes_gathered', 'bytes_sharded')
     }
-    largest = dataclasses.replace(largest, **memory)
+    reads = {
+      i + 1: max(work.reads.get(i, 0.0) for work, _ in branches)
+      for i in range(len(args) - 1)
+    }
+    largest = dataclasses.replace(largest, **memory, reads=reads)
     return self._repeat(eqn, args, largest, 1, made)
 
   def _forgetful(self, variable):

@@ -25,6 +25,7 @@ class Buffer:
     shape: its dimensions.
     sources: the buffers that it is computed of, and how many bytes of them, if
       it is the result of an elementwise kernel.
+    origins: the arguments that it is, or is computed of element by element.
   """
 
   def __init__(self, size: float, born: int, outside: bool = False, shape=()):
@@ -33,6 +34,7 @@ class Buffer:
     self.is_sharded = self.is_whole = False
     self.is_scattered = self.is_table = self.is_product = False
     self.sources, self._bit, self._before = {}, 0, 0
+    self.origins = frozenset()
 
   def follows(self, number: int, buffers):
     """Records that it is number `number`, and made after some buffers."""
@@ -80,6 +82,11 @@ class Variable:
   divided: tuple | None = None
   shape: tuple | None = None
   converted: dict = dataclasses.field(default_factory=dict, init=False)
+
+  @property
+  def origins(self) -> set[Buffer]:
+    """The arguments of which it is computed, element by element."""
+    return {given for buffer in self.sources for given in buffer.origins}
 
   def laid_out(self, divided: tuple | None) -> 'Variable':
     """Returns what devices have as arrays that `divided` divides."""

@@ -72,7 +72,10 @@ class Parameters:
 
   def __init__(self, flow: graph.Flow, node: graph.Node, layout):
     self.layout = layout
-    reads = dict.fromkeys(v for v in node.reads if v not in node.rows)
+    reads = {}
+    for i, v in enumerate(node.reads):
+      if v not in node.rows:
+        reads.setdefault(v, []).append(i)
     self.read = [flow.values[v] for v in reads]
     self.updated = [flow.values[v] for v in reads if v not in flow.constants]
     self.gradients = []
@@ -89,6 +92,12 @@ class Parameters:
     # A search asks for many micro-batches of every mesh.
     self.ways = functools.cache(self._ways)
     self.gathered = functools.cache(self._gathered)
+    trains = bool(self.gradients)
+    # Of which arguments a value is; none where it has a gradient itself.
+    self._positions = [
+      () if trains and v not in flow.constants else tuple(some)
+      for v, some in reads.items()
+    ]
 
   def _is_lettered(self, value) -> bool:
     return any(letter not in ('', 'B') for letter in value.letters)
@@ -110,28 +119,39 @@ class Parameters:
     return kept / total if total else 1.0
 
   def _gathered(
-    self, axes, item: float, axis: str | None = None
-  ) -> tuple[float, float]:
+    self, axes, item: float, axis: str | None = None, reads=()
+  ) -> tuple[float, float, float]:
     """Returns the bytes that a device gathers over `axis`, or all axes of rows.
 
-    The second number is those that the backward pass gathers again: the
-    embedding and the output layer stay until then.
+    The second number is those of layers, and the third those that the backward
+    pass gathers again: the embedding and the output layer stay until then.
+    Frozen parameters are gathered as often as they are read: in the forward
+    pass alone where no gradient passes them, and never where rows of them are
+    looked up. So are all parameters of a stage without gradients.
 
     Args:
       axes: axes of the mesh.
       item: bytes of a number in the type of the arithmetic.
       axis: the axis to gather over; None for all axes of rows.
+      reads: the items of `Work.reads`; empty if they are not known.
     """
-    sizes, size, again = dict(axes), 0.0, 0.0
-    for value in self.read:
+    sizes, known = dict(axes), dict(reads)
+    size = layers = again = 0.0
+    for value, positions in zip(self.read, self._positions, strict=True):
+      times = 2.0
+      if known and positions:
+        times = sum(known.get(i, 0.0) for i in positions)
+      once = times if known and not self.gradients else min(1.0, times)
       used = self.used(value, axes)
       rows = [a for a in used if a in self.layout.of_rows]
       if rows and (axis is None or axis in rows):
         others = math.prod(sizes[a] for a in used if a not in rows)
         bytes_ = math.prod(value.shape) * item / others
-        size += bytes_
-        again += 0.0 if 'V' in value.letters else bytes_
-    return size, again
+        size += once * bytes_
+        if 'V' not in value.letters:
+          layers += once * bytes_
+          again += min(1.0, max(0.0, times - 1.0)) * bytes_
+    return size, layers, again
 
   def gathered_as_they_are(self, axes, item: float) -> float:
     """Returns the bytes that decoding has of what it gathers and rounds not.
@@ -245,15 +265,20 @@ def _item_bytes(done: Work) -> float | None:
 def _gathers(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
   """Yields the gathers of parameters over an axis of rows."""
   item, n = _item_bytes(done), dict(axes)[axis]
-  size, layers = parameters.gathered(axes, item, axis) if item else (0.0, 0.0)
+  if not item:
+    return
+  # Decoding gathers all of them before its loop. Packed rows count by pass.
+  is_known = not done.turns and (parameters.gradients or not done.passes)
+  reads = tuple(sorted(done.reads.items())) if is_known else ()
+  size, layers, again = parameters.gathered(axes, item, axis, reads)
   if not size:
     return
   passes = 2 if parameters.gradients else 1  # The backward pass gathers again.
   # That of packed rows begins with a forward pass of its own.
   times = passes if done.passes else 1
-  sent = (n - 1) * (times * size + (passes - 1) * layers)
+  sent = (n - 1) * (times * size + (passes - 1) * again)
   if cluster.windows_products and not done.turns:
-    # Decoding gathers before its loop, and the backward pass for two products.
+    # The backward pass gathers for two products.
     sent += (_windowed_parts(n) - (n - 1)) * times * layers
   messages = (times + passes - 1) * parameters.depth
   yield Collective('gather parameters', axis, sent / n, messages, True)
@@ -269,7 +294,7 @@ def _scatters(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
     is_copied = axis not in parameters.used(value, axes)
     # Products of layers have the type of the arithmetic. Devices with copies
     # add up what a loop over packed rows has summed in the type of the sums.
-    is_wide = 'V' in value.letters or item is None
+    is_wide = value.letters[:1] != ('',) or item is None
     is_wide |= is_copied and done.passes > 0
     if not is_wide:
       local *= min(1.0, item * math.prod(value.shape) / value.bytes)

@@ -239,6 +239,60 @@ def test_windowed_products_send_more_parts_than_a_gather():
   assert sent('sum', True, False) == {gather: 9 + 7, scatter: 9}
 
 
+def test_frozen_layers_are_gathered_as_often_as_products_read_them():
+  values = [
+    graph.Value(name, shape, F32, letters)
+    for name, shape, letters in (
+      ('frozen', (2, 8, 4), ('', 'D', 'F')),
+      ('table', (64, 8), ('V', 'D')),
+      ('trained', (2, 8, 4), ('', 'D', 'F')),
+      ('gradient', (2, 8, 4), ('', 'D', 'F')),
+    )
+  ]
+  flow = types.SimpleNamespace(values=values, constants=(0, 1))
+  layers, table = 2 * 8 * 4 * 2, 64 * 8 * 2  # In bfloat16.
+
+  def sent(grain, reads, windowed=False, **work):
+    writes = (3,) if grain == 'sum' else ()
+    node = types.SimpleNamespace(
+      reads=(0, 1, 2),
+      rows=(),
+      writes=writes,
+      stage=types.SimpleNamespace(grain=grain),
+    )
+    there = collectives.Parameters(flow, node, layout.Layout(rules.DEFAULT))
+    cluster = dataclasses.replace(toy_costs.TOYS, windows_products=windowed)
+    done = work_lib.Work(matmul={'bfloat16': 1.0}, reads=reads, **work)
+    some = collectives.communication(there, done, (('fsdp', 8),), cluster)
+    (size,) = (x.size for x in some if x.what == 'gather parameters')
+    return size * 8
+
+  # Each of seven parts once forward; twice where a gradient passes.
+  looked_up = {0: 1.0, 1: 0.0, 2: 2.0}
+  assert sent('sum', looked_up) == 7 * (layers + 2 * layers)
+  assert sent('sum', {0: 2.0, 1: 1.0, 2: 2.0}) == 7 * (4 * layers + table)
+  assert sent('sum', {}) == 7 * (4 * layers + table)  # Not known.
+  # Without a gradient, in every turn of a loop that reads them.
+  assert sent('row', {**looked_up, 2: 5.0}) == 7 * (layers + 5 * layers)
+  assert sent('row', looked_up, True) == 9 * (layers + 2 * layers)
+  # Decoding gathers everything before its loop.
+  assert sent('row', looked_up, turns=5.0) == 7 * (2 * layers + table)
+
+
+def test_sums_outside_of_layers_are_scattered_in_their_own_type():
+  shapes = ((2, 8, 4), ('', 'D', 'F')), ((8, 4), ('D', 'F'))
+  values = [graph.Value('sum', *some[:1], F32, some[1]) for some in shapes]
+  flow = types.SimpleNamespace(values=values, constants=())
+  node = types.SimpleNamespace(
+    reads=(), rows=(), writes=(0, 1), stage=types.SimpleNamespace(grain='sum')
+  )
+  there = collectives.Parameters(flow, node, layout.Layout(rules.DEFAULT))
+  done = work_lib.Work(matmul={'bfloat16': 1.0})
+  cluster = dataclasses.replace(toy_costs.TOYS, windows_products=False)
+  (part,) = collectives.communication(there, done, (('fsdp', 4),), cluster)
+  assert part.size == 3 / 4 * (2 * 8 * 4 * 2 + 8 * 4 * 4)
+
+
 def test_parts_that_are_scattered_are_added_up_where_no_sum_is_scattered():
   flow = types.SimpleNamespace(values=[], constants=())
   node = types.SimpleNamespace(
