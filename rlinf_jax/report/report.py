@@ -189,7 +189,9 @@ def _set_card(run: run_folder.Run) -> str:
 
 
 def _curve_cards(run: run_folder.Run) -> str:
-  """A small chart for each metric of the run except the headline."""
+  """A small chart for each metric of training except the headline."""
+  if run.evaluation:  # Its one number of each metric is in the table.
+    return ''
   cards = []
   headline = summary.headline(run)
   shown = headline.metric if headline else ''

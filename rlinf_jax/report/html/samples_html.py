@@ -55,7 +55,13 @@ def samples(run: run_folder.Run) -> str:
   for sample in run_folder.records(run.folder, 'samples.jsonl'):
     if sample['split'] == split and sample['step'] in shown:
       shown[sample['step']].append(sample)
-  columns = ''.join(_sample_column(x, samples) for x, samples in shown.items())
+  columns = ''.join(
+    # An evaluation without training has one step, which is not its policy's.
+    _sample_column(
+      'The first ones' if run.evaluation else f'After step {step:,}', samples
+    )
+    for step, samples in shown.items()
+  )
   prompts = 'held-out prompts' if split == 'eval' else 'training prompts'
   return (
     f'<h2>Completions <small>of {prompts}</small></h2>'
@@ -63,7 +69,7 @@ def samples(run: run_folder.Run) -> str:
   )
 
 
-def _sample_column(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
+def _sample_column(title: str, samples: Sequence[Mapping[str, Any]]) -> str:
   if any('correct' in sample for sample in samples):
     right = sum(_is_right(sample) for sample in samples)
     score = f'{right} of {len(samples)} correct'
@@ -72,7 +78,7 @@ def _sample_column(step: int, samples: Sequence[Mapping[str, Any]]) -> str:
     score = f'mean reward {mean:.3g}'
   cards = ''.join(_sample(sample) for sample in samples[:SAMPLES])
   return (
-    f'<section class="third"><h3>After step {step:,} <small>{score}</small>'
+    f'<section class="third"><h3>{title} <small>{score}</small>'
     f'</h3>{cards}</section>'
   )
 

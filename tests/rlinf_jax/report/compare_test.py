@@ -40,6 +40,18 @@ def evaluation(folder, right):
   return folder
 
 
+def test_an_evaluation_alone_has_a_table_and_no_curves(tmp_path):
+  folder = evaluation(tmp_path / 'scores', [1, 0])
+  line = {'step': 0, 'eval/accuracy': 0.5, 'eval/pass_at_4': 0.75}
+  fake_run.write_lines(folder / 'metrics.jsonl', [line])
+  sample = {'step': 0, 'split': 'eval', 'prompt': '1+1=', 'completion': '2'}
+  sample |= {'reward': 1.0, 'correct': 1.0}
+  fake_run.write_lines(folder / 'samples.jsonl', [sample])
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert '<h3>Evaluation</h3>' in page and 'Several samples' not in page
+  assert 'The first ones' in page and 'After step' not in page
+
+
 def test_runs_are_compared_curve_by_curve(tmp_path):
   a = fake_run.make_run(tmp_path / 'a')
   b = fake_run.make_run(tmp_path / 'b', steps=100)
