@@ -108,9 +108,8 @@ def with_ray(request, tmp_path_factory, model):
   process = start_run(folder, model, RAY, platform='tpu')
   while not _reached(folder, 0) and process.poll() is None:
     time.sleep(0.1)
-  of_ray = _ray_processes(process)
-  assert 'raylet' in of_ray, 'It is looked for at the end.'
-  assert 'ray::IDLE' not in of_ray  # All others are of places.
+  assert 'raylet' in _ray_processes(process), 'It is looked for at the end.'
+  assert not places(process, 'ray::IDLE')  # None waits for work.
   kills = DEATHS[request.param]
   kill_after(process, folder, kills)
   out = finish(process)
@@ -228,12 +227,12 @@ def _ray_processes(process) -> list[str]:
   return found
 
 
-def places(process):
-  """Processes of the places of a run."""
+def places(process, title='ray::Actor'):
+  """Processes of the places of a run, or of Ray's with another title."""
   found = []
   for child in psutil.Process(process.pid).children(recursive=True):
     with contextlib.suppress(psutil.NoSuchProcess):
-      if (child.cmdline() or [''])[0].startswith('ray::Actor'):
+      if (child.cmdline() or [''])[0].startswith(title):
         found.append(child)
   return found
 
