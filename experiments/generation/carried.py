@@ -23,7 +23,8 @@ import numpy as np
 from experiments.generation import long_tail
 from stages import base
 from stages.language import language_model
-from stages.language.decoding import prefill, slot_rows, stopping, unfinished
+from stages.language.decoding import prefill, stopping, unfinished
+from stages.language.decoding.slots import slot_rows
 from stages.language.partial_rollout import completions as partial_lib
 from stages.models import transformer
 

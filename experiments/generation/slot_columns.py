@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from rlinf_jax.planning.compiled import topology as topology_lib
 from sharding import mesh as mesh_lib
 from stages import kernels
-from stages.language.decoding import kv_cache, slot_cache
+from stages.language.decoding import kv_cache
+from stages.language.decoding.slots import slot_cache
 from stages.models import transformer
 
 CONFIG = transformer.Config(

@@ -138,9 +138,7 @@ def of_node(
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
     if node.stage.host:
       return decode.of_engine(_interpolated(counted), engine)
-    rows = 0
-    if engine.rows is not None:
-      rows = engine.rows(*_arguments(flow, node, 0))
+    rows = engine.rows(*_arguments(flow, node, 0)) if engine.rows else 0
     return decode.of_slots(_interpolated(counted), engine, attention, rows)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')

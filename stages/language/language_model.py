@@ -14,8 +14,8 @@ from stages.language.decoding import (
   generate,
   kept_cache,
   routing_replay,
-  slot_cache,
 )
+from stages.language.decoding.slots import slot_cache
 from stages.language.scoring import scorer
 from stages.models import transformer
 

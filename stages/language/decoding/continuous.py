@@ -26,12 +26,11 @@ from stages.language.decoding import (
   decode_layer,
   prefill,
   routing_replay,
-  slot_cache,
-  slot_rows,
   stopping,
   unfinished,
 )
 from stages.language.decoding import generate as static
+from stages.language.decoding.slots import slot_cache, slot_rows
 from stages.models import transformer
 from stages.models.layers import rope
 

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from stages import base
-from stages.language.decoding import kv_cache, prefill, slot_cache, slot_rows
+from stages.language.decoding import kv_cache, prefill
+from stages.language.decoding.slots import slot_cache, slot_rows
 
 # Tokens of rows that are read at once. With more, more rows would be read that
 # have ended, as rows are read in whole chunks.

@@ -19,7 +19,8 @@ from sharding import rules
 import stages
 from stages import base, kernels, workflows
 from stages.language import language_model, partial_rollout
-from stages.language.decoding import kv_cache, slot_cache
+from stages.language.decoding import kv_cache
+from stages.language.decoding.slots import slot_cache
 from stages.models import transformer
 import tiny
 

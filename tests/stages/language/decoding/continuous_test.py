@@ -12,7 +12,8 @@ import pytest
 import claims
 from planner.costs.decoding import completions
 from stages.language import huggingface, language_model, sample
-from stages.language.decoding import generate, prefill, slot_cache
+from stages.language.decoding import generate, prefill
+from stages.language.decoding.slots import slot_cache
 from stages.models import transformer
 from tests.stages.language.decoding.generate_test import (
   act,

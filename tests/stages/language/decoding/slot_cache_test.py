@@ -11,7 +11,8 @@ import pytest
 from sharding import mesh as mesh_lib
 from stages import kernels
 from stages.language import language_model
-from stages.language.decoding import decode_kernels, kv_cache, slot_cache
+from stages.language.decoding import kv_cache
+from stages.language.decoding.slots import decode_kernels, slot_cache
 from tests.stages.language.decoding.generate_test import (
   act,
   alike,

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 from sharding import mesh as mesh_lib
 from sharding import row_map
 from stages import core, kernels
-from stages.language.decoding import decode_kernels
 from stages.language.decoding.kv_cache import LayerCache
+from stages.language.decoding.slots import decode_kernels
 from stages.models import transformer
 from stages.models.layers import attention as attention_lib
 from stages.models.layers import mixed_precision

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from stages import base
-from stages.language.decoding import kv_cache, prefill, slot_cache, stopping
+from stages.language.decoding import kv_cache, prefill, stopping
+from stages.language.decoding.slots import slot_cache
 from stages.models import transformer
 
 

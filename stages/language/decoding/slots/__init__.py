@@ -1,0 +1,1 @@
+"""Slots of continuous batching: their cache, its kernels, and their rows."""
