@@ -165,5 +165,5 @@ def test_large_frames_are_downsampled():
   frame = np.zeros((400, 602, 3), np.uint8)
   frame[:4, :4, 0] = 16
   frame[0, 0, 1] = 160
-  small = gymnasium._downsample(frame)
+  small = gymnasium.downsample(frame)
   assert small.shape == (100, 150, 3) and small[0, 0].tolist() == [16, 10, 0]
