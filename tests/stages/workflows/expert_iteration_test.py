@@ -191,3 +191,9 @@ def test_a_batch_without_a_right_completion_changes_nothing():
   after, info = workflow.step(state, tiny.problem(), KEY)
   tiny.assert_same_bits(after.actor.params, state.actor.params)
   assert read(info)['rollout/kept'] == 0
+
+
+def test_the_rounding_of_a_penalty_decides_nothing():
+  reward_G = jnp.array([0.0, 1.0, 1.0 + 1e-6, 1.0 - 1e-6])
+  kept = selection.best(reward_G, reward_G > 0)
+  np.testing.assert_array_equal(kept, [0.0, 1.0, 0.0, 0.0])
