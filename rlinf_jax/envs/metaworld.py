@@ -25,7 +25,6 @@ INSTRUCTION_SIZE = 128  # Bytes of an instruction.
 # such as LeRobot's of all fifty tasks; its picture is upside down.
 CAMERA, CAMERA_POSITION = 'corner2', (0.75, 0.075, 0.7)
 ARM = 4  # Numbers of the hand's position and the gripper, which come first.
-NEEDED = '{!r} needs Meta-World ({}): pip install "rlinf-jax[metaworld]".'
 
 
 @settings_lib.passes_settings_to(lambda: make)
@@ -72,29 +71,29 @@ def env(
     )
   if equal_tasks:
     task_turns.check_equal(num_envs, len(tasks), group_size)
-  texts = [_description(task, descriptions or {}) for task in tasks]
   if instructions is not None:
+    texts = [_description(task, descriptions) for task in tasks]
     settings['prompts'] = task_turns.prompts(instructions, texts)
   settings |= {
     'tasks': tuple(tasks),
-    'texts': tuple(texts),
+    'descriptions': descriptions,
     'group_size': group_size,
   }
   made = env_pool.env(make, num_envs, num_processes, **settings)
   return task_turns.with_names(made, tasks, group_size)
 
 
-def _description(task: str, descriptions: Mapping[str, str]) -> str:
+def _description(task: str, descriptions: Mapping[str, str] | None) -> str:
   """The instruction of a task, in words."""
   words = task.rsplit('-v', 1)[0].replace('-', ' ')
-  return descriptions.get(task, words)
+  return (descriptions or {}).get(task, words)
 
 
 def make(
   index: int,
   tasks: Sequence[str],
   *,
-  texts: Sequence[str] | None = None,
+  descriptions: Mapping[str, str] | None = None,
   group_size: simulator.PositiveInt = 1,
   horizon: simulator.PositiveInt = MAX_STEPS,
   settle_steps: int = 0,
@@ -115,7 +114,7 @@ def make(
   Args:
     index: of the environment; it selects the task.
     tasks: names of tasks, such as 'reach-v3'.
-    texts: what is to be done in each; None for the words of their names.
+    descriptions: what is to be done, in words, by task; see `env`.
     group_size: adjacent environments of one task, such as GRPO's groups.
     horizon: steps after which an episode is truncated; 500 as published.
     settle_steps: steps without motion at the start of an episode, which belong
@@ -129,8 +128,8 @@ def make(
       'instruction'; None for none.
 
   Raises:
-    UnavailableError: if Meta-World is missing, or has no such task, or pictures
-      cannot be drawn.
+    UnavailableError: if Meta-World is missing, or has no such task as is to be
+      run or described, or pictures cannot be drawn.
     ValueError: if an episode has more steps than Meta-World makes.
   """
   number = task_turns.turn(index, len(tasks), group_size)
@@ -140,11 +139,13 @@ def make(
       f'Meta-World makes {MAX_STEPS} steps, and an episode has {horizon} after '
       f'{settle_steps} without motion: lower `horizon`.'
     )
-  text = texts[number] if texts else _description(task, {})
+  if image_size or video:
+    os.environ.setdefault('MUJOCO_GL', 'egl')  # Before MuJoCo is imported.
+  _check_names([task, *(descriptions or {})])
   view = View(
     image_size,
     {name: x[number] for name, x in (prompts or {}).items()},
-    text,
+    _description(task, descriptions),
     video,
   )
   made = _made(task, horizon + settle_steps, terminate, view)
@@ -178,21 +179,28 @@ class View(NamedTuple):
     return self.image_size or VIDEO_SIZE
 
 
-def _made(task: str, steps: int, terminate: bool, view: View):
-  """The published environment, whose resets keep the scene that is set."""
-  if view.video or view.image_size:
-    os.environ.setdefault('MUJOCO_GL', 'egl')  # Before it is imported.
+def _check_names(tasks: Sequence[str]):
+  """Refuses a missing package, and tasks that it does not have."""
   try:
-    import gymnasium as gym
     import metaworld
   except ImportError as error:
-    raise simulator.UnavailableError(NEEDED.format(task, error)) from None
-  if task not in metaworld.ALL_V3_ENVIRONMENTS:
-    names = metaworld.ALL_V3_ENVIRONMENTS
-    near = difflib.get_close_matches(task, names, 3, 0.3) or names
     raise simulator.UnavailableError(
-      f'Meta-World has no task {task!r}, but {", ".join(near)}.'
-    )
+      f'{tasks[0]!r} needs Meta-World ({error}): pip install '
+      '"rlinf-jax[metaworld]".'
+    ) from None
+  names = metaworld.ALL_V3_ENVIRONMENTS
+  for task in tasks:
+    if task not in names:
+      near = difflib.get_close_matches(task, names, 3, 0.3) or names
+      raise simulator.UnavailableError(
+        f'Meta-World has no task {task!r}, but {", ".join(near)}.'
+      )
+
+
+def _made(task: str, steps: int, terminate: bool, view: View):
+  """The published environment, whose resets keep the scene that is set."""
+  import gymnasium as gym
+
   made = gym.make(
     'Meta-World/MT1',
     env_name=task,

@@ -29,7 +29,9 @@ def chunked(env: env_lib.Env, chunk_size: int, discount: float) -> env_lib.Env:
     state, so_far = env.step(state, action_BZA[:, 0])
     so_far = so_far._replace(
       steps=jnp.ones_like(so_far.reward),
-      action_reward=_padded(so_far.reward, 0, chunk_size),
+      action_reward=jnp.pad(
+        so_far.reward[:, None], ((0, 0), (0, chunk_size - 1))
+      ),
       chunk_success=so_far.success,
     )
     for z in range(1, chunk_size):
@@ -39,8 +41,7 @@ def chunked(env: env_lib.Env, chunk_size: int, discount: float) -> env_lib.Env:
       timestep = timestep._replace(
         reward=so_far.reward + discount**n_B * timestep.reward,
         steps=n_B + 1.0,
-        action_reward=so_far.action_reward
-        + _padded(timestep.reward, z, chunk_size),
+        action_reward=so_far.action_reward.at[:, z].set(timestep.reward),
         chunk_success=jnp.maximum(so_far.chunk_success, timestep.success),
       )
       state, so_far = jax.tree.map(
@@ -51,11 +52,6 @@ def chunked(env: env_lib.Env, chunk_size: int, discount: float) -> env_lib.Env:
     return state, so_far
 
   return env._replace(step=step, horizon=-(-env.horizon // chunk_size))
-
-
-def _padded(x_B, z: int, chunk_size: int):
-  """`[B] -> [B, Z]`, in column z, and zeros."""
-  return jnp.zeros((*x_B.shape, chunk_size), x_B.dtype).at[:, z].set(x_B)
 
 
 def _expand_dims(x_B, like):
