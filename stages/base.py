@@ -345,6 +345,8 @@ class Source(NamedTuple):
     text: `token, mask -> texts`, one a row, for logs; None where there is none.
     held_out_names: `() -> names` of the set of each batch of `held_out`; None
       where all are of one set.
+    check: `state -> None`: raises a ValueError for the state of a source of
+      other files, with which a run cannot go on; None without files.
   """
 
   init: Callable[[int], Any]
@@ -352,3 +354,4 @@ class Source(NamedTuple):
   held_out: Callable[[], list[Any]]
   text: Callable[[Any, Any], list[str]] | None = None
   held_out_names: Callable[[], list[str]] | None = None
+  check: Callable[[Any], None] | None = None

@@ -1,29 +1,51 @@
 """Recognizes the files of a source, which a resumed run must find unchanged.
 
 The order of rows is a function of the files and a seed, and a checkpoint has a
-position in it. In other files, that position would be among other rows.
+position in it. In other files, that position would be among other rows, and
+scores of other held-out rows could not be compared with those before.
 """
 
 from collections.abc import Callable, Sequence
 import hashlib
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-Next = Callable[[Any, dict[str, float]], tuple[Any, Any]]
-DIGEST = 'digest'  # The entry of a source's state.
+TRAIN, HELD_OUT = 'digest', 'held_out_digest'  # Entries of a source's state.
 ENDS = 2**16  # Bytes that are read at both ends of a large file.
 
 
-def digest(path: str | os.PathLike) -> np.int64:
-  """A digest of a file's content.
+class Files(NamedTuple):
+  """Files of rows, in their order.
+
+  Attributes:
+    paths: the files.
+    digests: of each.
+    pictured: those whose digests cover pictures in other files.
+  """
+
+  paths: Sequence[str | os.PathLike]
+  digests: np.ndarray
+  pictured: frozenset[str | os.PathLike] = frozenset()
+
+
+def digest(
+  path: str | os.PathLike, pictures: Sequence[str | os.PathLike] = ()
+) -> np.int64:
+  """A digest of a file's content, and of that of the pictures that it names.
+
+  Where the pictures are does not count.
 
   Raises:
-    OSError: if it cannot be read.
+    OSError: if one cannot be read.
   """
   with open(path, 'rb') as file:
-    return _number(hashlib.file_digest(file, 'sha256'))
+    found = hashlib.file_digest(file, 'sha256')
+  for picture in dict.fromkeys(pictures):
+    with open(picture, 'rb') as file:
+      found.update(hashlib.file_digest(file, 'sha256').digest())
+  return _number(found)
 
 
 def digest_of_many(
@@ -54,53 +76,65 @@ def digest_of_many(
   return _number(found)
 
 
-def checked(
-  advance: Next, now: np.ndarray, paths: Sequence[str | os.PathLike]
-) -> Next:
-  """Returns `Source.next` that refuses a state of other files.
+def entries(train: Files, held_out: Files | None = None) -> dict[str, Any]:
+  """The entries of a source's state by which its files are recognized."""
+  found = {TRAIN: train.digests}
+  return found | ({HELD_OUT: held_out.digests} if held_out else {})
+
+
+def checker(
+  train: Files, held_out: Files | None = None
+) -> Callable[[Any], None]:
+  """Returns `Source.check`: refuses a state of other files than these.
 
   Args:
-    advance: `Source.next`, whose states have digests under `DIGEST`.
-    now: digests of the files.
-    paths: the files.
+    train: files to train on.
+    held_out: files to evaluate on, if these are other files.
   """
 
-  def next_batch(state, metrics):
-    _check(state[DIGEST], now, paths)
-    return advance(state, metrics)
+  def check(state):
+    _check(state[TRAIN], train, 'train on', 'go on with other rows than follow')
+    if held_out:
+      loss = 'be evaluated on other rows than before'
+      _check(state[HELD_OUT], held_out, 'evaluate on', loss)
 
-  return next_batch
+  return check
 
 
-def _check(found: np.ndarray, now: np.ndarray, paths):
+def _check(found: np.ndarray, now: Files, purpose: str, loss: str):
   """Compares the files of a source with those that its run was begun with.
+
+  Args:
+    found: digests of the files then.
+    now: the files.
+    purpose: what they are for.
+    loss: what a run with other files would do.
 
   Raises:
     ValueError: names those that differ.
   """
-  if np.array_equal(found, now):
+  if np.array_equal(found, now.digests):
     return
-  if len(found) != len(now):
+  if len(found) != len(now.digests):
     raise ValueError(
-      f'The run was begun with {len(found)} files to train on, and '
-      f'{len(now)} are given now: give the same ones, as in its config.gin, or '
-      'choose another --workdir.'
+      f'The run was begun with {len(found)} files to {purpose}, and '
+      f'{len(now.digests)} are given now: give the same ones, as in its '
+      'config.gin, or choose another --workdir.'
     )
-  if sorted(found) == sorted(now):
+  if sorted(found) == sorted(now.digests):
     raise ValueError(
-      'The run was begun with its files to train on in another order, and '
-      f'their order is {", ".join(map(str, paths))} now: give them in the '
+      f'The run was begun with its files to {purpose} in another order, and '
+      f'their order is {", ".join(map(str, now.paths))} now: give them in the '
       'order of its config.gin, or choose another --workdir.'
     )
   changed = [
-    str(path)
-    for path, before, after in zip(paths, found, now, strict=True)
+    f'{path} or a picture that it names' if path in now.pictured else str(path)
+    for path, before, after in zip(now.paths, found, now.digests, strict=True)
     if before != after
   ]
   raise ValueError(
-    f'{" and ".join(changed)} changed since the run was begun, so it would go '
-    'on with other rows than those that follow: restore what was there, or '
-    'choose another --workdir.'
+    f'{" and ".join(changed)} changed since the run was begun, so it would '
+    f'{loss}: restore what was there, or choose another --workdir.'
   )
 
 

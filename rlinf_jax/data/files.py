@@ -1,6 +1,6 @@
 """Files of questions with answers: JSON lines, CSV and parquet."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 import csv
 import json
 import math
@@ -152,9 +152,22 @@ def expand(path: str) -> pathlib.Path:
   return file
 
 
-def digests(paths: Sequence[str]) -> np.ndarray:
-  """A digest of each file, by which a resumed run recognizes it."""
-  return np.array([source_files.digest(expand(path)) for path in paths])
+def recognized(
+  paths: Sequence[str], images: Sequence[Iterable[pictures.Image]]
+) -> source_files.Files:
+  """Files of questions, by whose digests a resumed run recognizes them.
+
+  Args:
+    paths: the files.
+    images: of the questions of each. Those in files of their own are read.
+  """
+  named = [[x for x in own if isinstance(x, pathlib.Path)] for own in images]
+  pairs = [*zip(paths, named, strict=True)]
+  return source_files.Files(
+    paths,
+    np.array([source_files.digest(expand(path), own) for path, own in pairs]),
+    frozenset(path for path, own in pairs if own),
+  )
 
 
 def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:

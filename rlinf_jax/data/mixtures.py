@@ -44,19 +44,22 @@ def shares(train, sizes: Sequence[int]) -> list[float]:
   return [float(x) for x in train.values()]
 
 
-def init(digests: np.ndarray) -> Callable[[int], dict[str, np.ndarray]]:
+def init(
+  train: source_files.Files, held_out: source_files.Files
+) -> Callable[[int], dict[str, np.ndarray]]:
   """Returns the function from a seed to the state before the first batch.
 
   Args:
-    digests: of each file, as `files.digests`.
+    train: the files that are mixed.
+    held_out: those to evaluate on.
   """
 
   def init(seed):
     return {
       'seed': np.array(seed),
       'batch': np.array(0),
-      'position': np.zeros(len(digests), np.int64),
-      source_files.DIGEST: digests,
+      'position': np.zeros(len(train.paths), np.int64),
+      **source_files.entries(train, held_out),
     }
 
   return init

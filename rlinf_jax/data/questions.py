@@ -105,22 +105,22 @@ def questions(
 
   paths = mixtures.paths(train, 'train')
   parts = [load(path, difficulty_column) for path in paths]
-  digests = files.digests(paths)
-  sets = {name: load(path) for name, path in _held_out_files(held_out).items()}
+  own_files = _held_out_files(held_out)
+  sets = {name: load(path) for name, path in own_files.items()}
+  found = (
+    _recognized(paths, parts),
+    _recognized([*own_files.values()], sets.values()),
+  )
   num_rows = [len(rows) for rows, _ in sets.values()]
   batches = _held_out_rows(num_rows, held_out_rows, held_out_batch)
   encoded = _joined(list(sets.values()), reader, opening)
   return base.Source(
-    mixtures.init(digests),
-    source_files.checked(
-      _next(
-        _joined(parts, reader, opening),
-        _mixture(train, parts),
-        batch_size,
-        lengths,
-      ),
-      digests,
-      paths,
+    mixtures.init(*found),
+    _next(
+      _joined(parts, reader, opening),
+      _mixture(train, parts),
+      batch_size,
+      lengths,
     ),
     lambda: [
       encoded.batch(rows, prompt_length)._replace(weight=weight)
@@ -128,7 +128,14 @@ def questions(
     ],
     lambda *rows: tokens.decode(tokenizer, *rows),
     (lambda: [list(sets)[i] for i, *_ in batches]) if len(sets) > 1 else None,
+    source_files.checker(*found),
   )
+
+
+def _recognized(paths: Sequence[str], parts) -> source_files.Files:
+  """Files of questions, with digests of them and of their pictures."""
+  images = [[x for row in rows for x in row.images] for rows, _ in parts]
+  return files.recognized(paths, images)
 
 
 def _mixture(train, parts) -> mixtures.Mixture:

@@ -203,11 +203,15 @@ def _source(
 
   paths = mixtures.paths(train, 'train')
   parts = [load(path) for path in paths]
-  digests = files.digests(paths)
   num_rows = [len(part.prompt) for part in parts]
   mixture = mixtures.Mixture(num_rows, mixtures.shares(train, num_rows))
   training = _joined(parts, reader)
-  held_out_parts = [load(p) for p in mixtures.paths(held_out, 'held_out')]
+  held_out_paths = mixtures.paths(held_out, 'held_out')
+  held_out_parts = [load(path) for path in held_out_paths]
+  found = (
+    _recognized(paths, parts),
+    _recognized(held_out_paths, held_out_parts),
+  )
   evaluation = _joined(held_out_parts, reader)
   rooms = [reader.room(x.prompt) for x in (training, evaluation)]
 
@@ -228,11 +232,20 @@ def _source(
     return [_filled(evaluation, rows[i : i + n], n, *sizes) for i in starts]
 
   return base.Source(
-    mixtures.init(digests),
-    source_files.checked(advance, digests, paths),
+    mixtures.init(*found),
+    advance,
     held_batches,
     lambda *rows: tokens.decode(tokenizer, *rows),
+    check=source_files.checker(*found),
   )
+
+
+def _recognized(
+  paths: Sequence[str], parts: Sequence[completions.Encoded]
+) -> source_files.Files:
+  """Files of examples, with digests of them and of their pictures."""
+  images = [[x for row in part.prompt for x in row.images] for part in parts]
+  return files.recognized(paths, images)
 
 
 def _stop(checkpoint: str) -> tuple[int, ...]:

@@ -179,7 +179,8 @@ def prepare_runtime(
 def start_runtime(
   runtime: runtime_base.Runtime,
   first: state_readers.FirstState,
-  source_state,
+  source: base.Source,
+  seed: int,
   checkpoints: checkpoint_lib.Checkpoints,
   resume: bool,
 ) -> checkpoint_lib.CheckpointState:
@@ -188,16 +189,23 @@ def start_runtime(
   Args:
     runtime: of the run.
     first: reads the first state.
-    source_state: the source's first state.
+    source: the batches of the run.
+    seed: of its first state.
     checkpoints: of the run.
     resume: whether the run resumes from a checkpoint, if there is one.
 
   Returns:
     The state from which training starts.
+
+  Raises:
+    ValueError: for a checkpoint of a source of other files.
   """
+  source_state = source.init(seed)
   start = checkpoint_lib.CheckpointState(0, first, source_state, {})
   if resume and checkpoints.latest() is not None:
     shapes = programs.state_shapes(runtime.lowered['step'].flow)
     start = checkpoints.load(shapes, first, source_state)
+    if source.check:
+      source.check(start.source)
   runtime.start(start.state, start.step)
   return start

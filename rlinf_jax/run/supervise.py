@@ -93,10 +93,9 @@ def _attempt(
   run: Run, stop: interrupt.Interrupt, resume: bool
 ) -> result.Result:
   """Trains from the newest checkpoint, or from the first state, to the end."""
-  source_state = run.source.init(run.seed)
   with contextlib.ExitStack() as stack:
     start = setup.start_runtime(
-      run.runtime, run.first, source_state, run.checkpoints, resume
+      run.runtime, run.first, run.source, run.seed, run.checkpoints, resume
     )
     steps = run.schedule.steps
     log = stack.enter_context(

@@ -265,11 +265,11 @@ def source(
     held_out_batch: episodes that run in parallel.
   """
   data = read(path)
-  digests = np.array([source_files.digest(path)])
+  file = source_files.Files([path], np.array([source_files.digest(path)]))
 
   def init(seed):
     state = {'seed': np.array(seed), 'batch': np.array(0)}
-    return {**state, source_files.DIGEST: digests}
+    return {**state, **source_files.entries(file)}
 
   def next_batch(state, metrics):
     del metrics
@@ -279,5 +279,6 @@ def source(
     return {**state, 'batch': state['batch'] + 1}, batch
 
   seeds = seed_source.seeds(held_out=held_out, held_out_batch=held_out_batch)
-  advance = source_files.checked(next_batch, digests, [path])
-  return base.Source(init, advance, seeds.held_out)
+  return base.Source(
+    init, next_batch, seeds.held_out, check=source_files.checker(file)
+  )

@@ -131,11 +131,11 @@ def source(
     lambda window: load([train[i] for i in window]),
   )
 
-  digests = np.array([data.digest(shown)])
+  files = source_files.Files([folder], np.array([data.digest(shown)]))
 
   def init(seed):
     state = {'seed': np.array(seed), 'batch': np.array(0)}
-    return {**state, source_files.DIGEST: digests}
+    return {**state, **source_files.entries(files)}
 
   def next_batch(now, metrics):
     del metrics  # There is no curriculum.
@@ -150,8 +150,9 @@ def source(
 
   return base.Source(
     init,
-    source_files.checked(next_batch, digests, [folder]),
+    next_batch,
     evaluation.held_out if evaluation else held_out,
+    check=source_files.checker(files),
   )
 
 

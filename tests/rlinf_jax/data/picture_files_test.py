@@ -222,6 +222,45 @@ def test_examples_and_preferences_have_pictures(folder):
     jax.tree.map(np.testing.assert_array_equal, one, want)
 
 
+def write_pair(tmp_path, colors):
+  """Examples with two pictures in files, of these shades of gray."""
+  for name, color in zip(('one', 'two'), colors, strict=True):
+    Image.new('RGB', (28, 28), (color,) * 3).save(tmp_path / f'{name}.png')
+  asked = {'prompt': '<image>red <image>', 'images': ['one.png', 'two.png']}
+  return write(tmp_path / 'rows.jsonl', asked | {'answer': '1'})
+
+
+@pytest.mark.parametrize('make', [questions.questions, supervised.examples])
+def test_a_run_does_not_go_on_with_other_pictures(make, folder, tmp_path):
+  text = write(folder / 'text.jsonl', ASKED | {'answer': '1'})
+  own = {'response_length': 4} if make == supervised.examples else {}
+
+  def made(colors, held_out=text):
+    path = write_pair(tmp_path, colors)
+    return make(
+      str(folder / 'model'),
+      train=path,
+      held_out=held_out or path,
+      batch_size=1,
+      prompt_length=80,
+      **own,
+    )
+
+  begun = made((0, 9)).init(0)
+  made((0, 9)).check(begun)
+  said = r'rows.jsonl or a picture that it names changed since the run was'
+  for colors in ((0, 8), (9, 0)):
+    with pytest.raises(ValueError, match=said):
+      made(colors).check(begun)
+  with pytest.raises(ValueError, match=r'text.jsonl changed since the run'):
+    begun = made((0, 9)).init(0)
+    write(folder / 'text.jsonl', ASKED | {'answer': '2'})
+    made((0, 9)).check(begun)
+  begun = made((0, 9), None).init(0)
+  with pytest.raises(ValueError, match=said):
+    made((0, 8), None).check(begun)
+
+
 def damaged(folder):
   (folder / 'text.png').write_text('not a picture')
   whole = (folder / '5.png').read_bytes()

@@ -146,7 +146,7 @@ def test_a_run_does_not_go_on_with_another_number_of_files(folder, before, now):
     ValueError,
     match=f'begun with {len(before)} files to train on, and {len(now)} are',
   ):
-    other.next(one.init(0), {})
+    other.check(one.init(0))
 
 
 def test_a_run_does_not_go_on_with_files_that_were_edited(folder, tmp_path):
@@ -154,12 +154,28 @@ def test_a_run_does_not_go_on_with_files_that_were_edited(folder, tmp_path):
   write(path, [row(i) for i in range(10)])
   begun, _ = take(source(folder, train=[ten, str(path)]), 1)
   moved = str(path.rename(tmp_path / 'renamed.jsonl'))
-  take(source(folder, train=[ten, moved]), 1, begun)
+  source(folder, train=[ten, moved]).check(begun)
   write(tmp_path / 'renamed.jsonl', [row(i) for i in range(1, 11)])
   with pytest.raises(
     ValueError, match=r'^\S*renamed.jsonl changed since the run was begun'
   ):
-    take(source(folder, train=[ten, moved]), 1, begun)
+    source(folder, train=[ten, moved]).check(begun)
+
+
+def test_a_run_does_not_go_on_with_other_held_out_files(folder, tmp_path):
+  paths = [str(folder / 'ten.jsonl'), write(tmp_path / 'few.jsonl', [row(1)])]
+  begun = source(folder, held_out=paths).init(3)
+  source(folder, held_out=paths).check(begun)
+  with pytest.raises(ValueError, match='begun with 2 files to evaluate on'):
+    source(folder, held_out=paths[1:]).check(begun)
+  with pytest.raises(ValueError, match='files to evaluate on in another order'):
+    source(folder, held_out=paths[::-1]).check(begun)
+  write(tmp_path / 'few.jsonl', [row(2)])
+  with pytest.raises(
+    ValueError,
+    match=r'few.jsonl changed .* so it would be evaluated on other rows than',
+  ):
+    source(folder, held_out=paths).check(begun)
 
 
 def test_a_run_does_not_go_on_with_files_in_another_order(folder, tmp_path):
@@ -169,7 +185,7 @@ def test_a_run_does_not_go_on_with_files_in_another_order(folder, tmp_path):
   with pytest.raises(
     ValueError, match='in another order, and their order is .*few.jsonl, .*ten'
   ):
-    take(source(folder, train=paths[::-1]), 1, begun)
+    source(folder, train=paths[::-1]).check(begun)
 
 
 def test_another_seed_gives_another_order(folder):

@@ -11,7 +11,7 @@ from rlinf_jax import train
 from rlinf_jax.report import report
 from rlinf_jax.run_files import run_folder
 import stages
-from stages import base, metrics
+from stages import base, metrics, source_files
 
 
 @stages.stage('learn', 'batch')
@@ -81,6 +81,31 @@ def test_the_clock_of_a_resumed_run_goes_on(longer):
   assert [*spans] == [1, 2, 3]
   for (_, end), (start, _) in itertools.pairwise(spans.values()):
     assert end <= start
+
+
+def recognized(*digests):
+  """The source, of files with these digests."""
+  paths = [f'{x}.jsonl' for x in digests]
+  files = source_files.Files(paths, np.array(digests))
+  return SOURCE._replace(
+    init=lambda seed: {'at': np.array(0)} | source_files.entries(files, files),
+    next=lambda state, numbers: (
+      state | {'at': state['at'] + 1},
+      np.ones(4, np.float32),
+    ),
+    check=source_files.checker(files, files),
+  )
+
+
+def test_other_files_are_refused_before_anything_is_evaluated(tmp_path):
+  folder = tmp_path / 'run'
+  run(folder, 1, recognized(1, 2))
+  before = (folder / 'metrics.jsonl').read_text()
+  for other in (recognized(1, 3), recognized(1)):
+    with pytest.raises(ValueError, match='or choose another --workdir'):
+      run(folder, 2, other, evaluate_every=1, resume=True)
+  assert (folder / 'metrics.jsonl').read_text() == before
+  run(folder, 2, recognized(1, 2), resume=True)
 
 
 def test_the_seconds_of_the_last_evaluation_are_counted(tmp_path):

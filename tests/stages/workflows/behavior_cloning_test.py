@@ -105,11 +105,11 @@ def test_a_run_does_not_go_on_with_another_file(path, tmp_path):
   begun = demonstrations.source(str(path), batch_size=5).init(7)
   x = demonstrations.read(path)
   demonstrations.write(other := tmp_path / 'other.npz', x)
-  demonstrations.source(str(other), batch_size=5).next(begun, {})
+  demonstrations.source(str(other), batch_size=5).check(begun)
   demonstrations.write(other, x._replace(action=-x.action))
   made = demonstrations.source(str(other), batch_size=5)
   with pytest.raises(ValueError, match='other.npz changed since the run was'):
-    made.next(begun, {})
+    made.check(begun)
 
 
 # Learning.

@@ -102,13 +102,13 @@ def test_a_run_does_not_go_on_with_other_episodes(folder, tmp_path):
   path = tmp_path / 'data'
   shutil.copytree(folder, path)
   state, _ = batches(make(folder), make(folder).init(5), 1)
-  batches(make(str(path)), state, 1)  # A copy has the same episodes.
+  make(str(path)).check(state)  # A copy has the same episodes.
   changed = next(path.glob('videos/*top/*/*.mp4'))
   changed.write_bytes(changed.read_bytes() + b'0')
   with pytest.raises(ValueError, match='data changed since the run was begun'):
-    batches(make(str(path)), state, 1)
+    make(str(path)).check(state)
   seen = {'camera_names': ['observation.images.wrist']}
-  batches(make(str(path), **seen), make(folder, **seen).init(5), 1)
+  make(str(path), **seen).check(make(folder, **seen).init(5))
 
 
 def test_held_out_steps_are_of_other_episodes(folder):
