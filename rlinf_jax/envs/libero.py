@@ -58,8 +58,9 @@ def env(
   Raises:
     ValueError: as `equal_tasks` says.
   """
+  turns = task_turns.Turns(len(task_ids), group_size)
   if equal_tasks:
-    task_turns.check_equal(num_envs, len(task_ids), group_size)
+    turns.check_equal(num_envs)
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
   if instructions is not None:
@@ -72,9 +73,7 @@ def env(
   }
   made = env_pool.env(make, num_envs, num_processes, **settings)
   names = libero_files.tasks(suite)
-  return task_turns.with_names(
-    made, [names[task] for task in task_ids], group_size
-  )
+  return task_turns.with_names(made, [names[task] for task in task_ids], turns)
 
 
 def make(
@@ -119,7 +118,8 @@ def make(
       replace 'instruction'; None for none.
   """
   names = libero_files.tasks(suite)
-  task = task_ids[task_turns.turn(index, len(task_ids), group_size)]
+  turns = task_turns.Turns(len(task_ids), group_size)
+  task = task_ids[turns.task(index)]
   if not 0 <= task < len(names):
     raise simulator.UnavailableError(
       f'{suite!r} has tasks 0 … {len(names) - 1}, and no task {task}.'
@@ -130,7 +130,7 @@ def make(
       f'LIBERO has the cameras {" and ".join(CAMERAS)}, and no {unknown[0]!r}.'
     )
   view = View(tuple(cameras), image_size, fast_rendering, as_published, prompt)
-  return Libero(suite, names[task], horizon, view, gripper_opens, len(task_ids))
+  return Libero(suite, names[task], horizon, view, gripper_opens, turns)
 
 
 class View(NamedTuple):
@@ -161,7 +161,7 @@ class Libero:
     horizon: int,
     view: View,
     gripper_opens: bool = False,
-    num_tasks: int = 1,
+    turns: task_turns.Turns = task_turns.Turns(),
   ):
     """Builds the scene and reads its initial states."""
     import libero.libero as package
@@ -188,7 +188,7 @@ class Libero:
     text = libero_files.instruction(name).encode()[:INSTRUCTION_SIZE]
     self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
     low, high = map(np.float32, self._env.env.action_spec)
-    self._gripper_opens, self._num_tasks = gripper_opens, num_tasks
+    self._gripper_opens, self._turns = gripper_opens, turns
     if gripper_opens:
       low[-1] = 0.0
     self._renderer = None
@@ -204,8 +204,8 @@ class Libero:
     self._time, self._draws = 0, False
     np.random.seed(seed)  # LIBERO samples from the global generator.
     reset_scene(self._env)
-    state = task_turns.scene(seed, self._num_tasks, len(self._states))
-    obs = self._env.set_init_state(self._states[state])
+    state = self._states[self._turns.scene(seed, len(self._states))]
+    obs = self._env.set_init_state(state)
     if self._view.cameras and self._view.fast_rendering:
       _leave_out_shadows(self._env.sim._render_context_offscreen.scn)
     for left in reversed(range(SETTLE_STEPS)):

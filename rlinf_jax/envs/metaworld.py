@@ -69,8 +69,9 @@ def env(
       f'`tasks` is {tasks!r}, and several are given as a tuple: make it '
       f'({tasks!r},).'
     )
+  turns = task_turns.Turns(len(tasks), group_size)
   if equal_tasks:
-    task_turns.check_equal(num_envs, len(tasks), group_size)
+    turns.check_equal(num_envs)
   if instructions is not None:
     texts = [_description(task, descriptions) for task in tasks]
     settings['prompts'] = task_turns.prompts(instructions, texts)
@@ -80,7 +81,7 @@ def env(
     'group_size': group_size,
   }
   made = env_pool.env(make, num_envs, num_processes, **settings)
-  return task_turns.with_names(made, tasks, group_size)
+  return task_turns.with_names(made, tasks, turns)
 
 
 def _description(task: str, descriptions: Mapping[str, str] | None) -> str:
@@ -132,7 +133,8 @@ def make(
       run or described, or pictures cannot be drawn.
     ValueError: if an episode has more steps than Meta-World makes.
   """
-  number = task_turns.turn(index, len(tasks), group_size)
+  turns = task_turns.Turns(len(tasks), group_size)
+  number = turns.task(index)
   task = tasks[number]
   if horizon + settle_steps > MAX_STEPS:
     raise ValueError(
@@ -152,8 +154,7 @@ def make(
   scenes = made.get_wrapper_attr('tasks')
 
   def set_scene(seed: int):
-    at = task_turns.scene(seed, len(tasks), len(scenes))
-    made.unwrapped.set_task(scenes[at])
+    made.unwrapped.set_task(scenes[turns.scene(seed, len(scenes))])
 
   return MetaWorld(made, set_scene, view, settle_steps, reward == 'success')
 

@@ -1,83 +1,95 @@
 """Several tasks in one pool of environments, which have them in turn.
 
-Environment i has task i // `group_size`, modulo the number of tasks. Worker
-processes import this module, so it imports no JAX.
+Environment i has task ⌊i / G⌋, modulo the number of tasks, in groups of G.
+Worker processes import this module, so it imports no JAX.
 """
 
 from collections.abc import Callable, Sequence
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 
-def turn(index, num_tasks: int, group_size: int):
-  """The place, among those given, of the task of an environment.
+class Turns(NamedTuple):
+  """An order of tasks, which adjacent environments have in turn.
 
-  Args:
-    index: of the environment, or an array of them.
-    num_tasks: how many are given.
-    group_size: adjacent environments of one task, such as GRPO's groups.
+  Attributes:
+    num_tasks: n, how many are given.
+    group_size: G, adjacent environments of one task, such as GRPO's groups.
   """
-  return index // group_size % num_tasks
+
+  num_tasks: int = 1
+  group_size: int = 1
+
+  def task(self, index):
+    """The place, among the tasks given, of that of an environment.
+
+    Args:
+      index: of the environment, or an array of them.
+    """
+    return index // self.group_size % self.num_tasks
+
+  def scene(self, seed, num_scenes: int):
+    """The number of the scene in which the episode of a seed starts.
+
+    In an evaluation, adjacent environments have the seeds s, s + 1, … So of
+    each run of n · G seeds, a task gets G, and the scene goes by the number of
+    the attempt, ⌊s / (n · G)⌋ · G + s mod G: by s alone, a task would start in
+    few of its scenes. Environments that share a seed, as GRPO's groups do,
+    start in one scene.
+
+    Args:
+      seed: s, of the episode, or an array of them.
+      num_scenes: scenes of the task.
+    """
+    n, G = self
+    return (seed // (n * G) * G + seed % G) % num_scenes
+
+  def check_equal(self, num_envs: int):
+    """Refuses environments of which some tasks would have more than others.
+
+    Raises:
+      ValueError: if the number of environments is no multiple.
+    """
+    n, G = self
+    if num_envs % (n * G):
+      raise ValueError(
+        f'{num_envs} environments are no multiple of {n} tasks in groups of '
+        f'{G}, so an evaluation would start in some scenes twice and in others '
+        'never: give a multiple (EVAL_ENVIRONMENTS in gin), or bind '
+        'equal_tasks = False.'
+      )
 
 
-def scene(seed: int, num_tasks: int, num_scenes: int) -> int:
-  """The number of the scene in which the episode of a seed starts.
-
-  Neighboring environments have the seeds s, s + 1, … and different tasks. So a
-  task gets every n-th seed of n tasks, and the scene goes by the number of the
-  attempt, s // n: by s alone, a task would start in one of n scenes only.
-
-  Args:
-    seed: s, of the episode.
-    num_tasks: n, which environments have in turn.
-    num_scenes: scenes of the task.
-  """
-  return seed // num_tasks % num_scenes
-
-
-def check_equal(num_envs: int, num_tasks: int, group_size: int):
-  """Refuses environments of which some tasks would have more than others.
-
-  Raises:
-    ValueError: if the number of environments is no multiple.
-  """
-  if num_envs % (num_tasks * group_size):
-    raise ValueError(
-      f'{num_envs} environments are no multiple of {num_tasks} tasks in groups '
-      f'of {group_size}, so an evaluation would start in some scenes twice and '
-      'in others never: give a multiple (EVAL_ENVIRONMENTS in '
-      'gin), or bind equal_tasks = False.'
-    )
-
-
-def with_names(made, given: Sequence[str], group_size: int):
+def with_names(made, given: Sequence[str], turns: Turns):
   """An Env whose evaluations report the success in each task by its name.
 
   Args:
     made: the Env of the pool; it is returned as it is if all have one task.
     given: names of the tasks that environments have in turn.
-    group_size: adjacent environments of one task.
+    turns: how environments have them.
   """
   names = [*dict.fromkeys(given)]
   if len(names) == 1:
     return made
   number_N = np.array([names.index(name) for name in given], np.int32)
   return made._replace(
-    tasks=tuple(names), task=functools.partial(_task, number_N, group_size)
+    tasks=tuple(names),
+    task=functools.partial(_task, number_N, turns),
+    task_group_size=turns.group_size,
   )
 
 
-def _task(number_N: np.ndarray, group_size: int, token_B3):
+def _task(number_N: np.ndarray, turns: Turns, token_B3):
   """The number of each environment's task, among those with a name.
 
   Args:
     number_N: of the tasks that environments have in turn.
-    group_size: adjacent environments of one task.
+    turns: how environments have them.
     token_B3: tokens, which begin with the number of their environment.
   """
-  return number_N[turn(token_B3[:, 0], len(number_N), group_size)]
+  return number_N[turns.task(token_B3[:, 0])]
 
 
 def prompts(

@@ -82,6 +82,7 @@ class Env(NamedTuple):
       Evaluations then report the success in each.
     task: `state -> task_B`: the number of each environment's task in `tasks`,
       int32 [B]; the state of a simulator is its token. None without `tasks`.
+    task_group_size: adjacent environments that have one of `tasks`.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -101,3 +102,4 @@ class Env(NamedTuple):
   lockstep: bool = False
   tasks: tuple[str, ...] = ()
   task: Callable[[Any], Any] | None = None
+  task_group_size: int = 1

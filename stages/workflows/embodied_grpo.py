@@ -80,7 +80,7 @@ def embodied_grpo(
 
   Args:
     env: environments to act in. Adjacent environments form groups and share
-      their seed, which must begin the same episode in each of them.
+      their task and their seed, which must begin the same episode in each.
     policy: makes the policy for an environment's observations and actions.
     optimizer: optimizer of the parameters.
     num_envs: number of environments.
@@ -121,7 +121,7 @@ def embodied_grpo(
     eval_env: environments for evaluation; `env` if None, as every step resets
       them.
   """
-  _check_groups(num_envs, group_size)
+  _check_groups(env, num_envs, group_size)
   policy = policy(env)
   draw_seeds = rollout.draw_seeds(num_envs // group_size, group_size)
   reset = rollout.reset(env)
@@ -181,11 +181,19 @@ def embodied_grpo(
   return embodied.workflow(init, step, policy, eval_env or env)
 
 
-def _check_groups(num_envs: int, group_size: int):
+def _check_groups(env: env_lib.Env, num_envs: int, group_size: int):
   if num_envs % group_size:
     raise ValueError(
       f'{num_envs} environments cannot be split into groups of {group_size}: '
       'make `num_envs` a multiple of `group_size`.'
+    )
+  if env.tasks and env.task_group_size % group_size:
+    raise ValueError(
+      f'Episodes are compared in groups of {group_size}, and of the '
+      f'{len(env.tasks)} tasks of the environments, '
+      f'{env.task_group_size} adjacent ones have the same: bind the '
+      f'`group_size` of `env` to {group_size}, too, so that all episodes of a '
+      'group are of one task.'
     )
 
 

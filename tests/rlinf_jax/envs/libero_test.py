@@ -242,15 +242,20 @@ def test_adjacent_environments_of_a_group_have_one_task(monkeypatch):
   assert names == ['a', 'a', 'c', 'c', 'a', 'a']
 
 
-@pytest.mark.parametrize('tasks, held_out_batch', [(10, 10), (10, 50), (1, 25)])
+@pytest.mark.parametrize(
+  'tasks, group_size, held_out_batch',
+  [(10, 1, 10), (10, 1, 50), (1, 1, 25), (10, 5, 50), (3, 2, 30), (1, 8, 25)],
+)
 def test_an_evaluation_starts_in_every_initial_state_once(
-  tasks, held_out_batch
+  tasks, group_size, held_out_batch
 ):
+  """Also where environments are in groups, as those of training."""
+  turns = task_turns.Turns(tasks, group_size)
   source = seed_source.seeds(held_out=50 * tasks, held_out_batch=held_out_batch)
   started = [[] for _ in range(tasks)]
   for seeds in source.held_out():
     for i, seed in enumerate(seeds.tolist()):
-      started[i % tasks].append(task_turns.scene(seed, tasks, 50))
+      started[turns.task(i)].append(turns.scene(seed, 50))
   assert [sorted(x) for x in started] == [[*range(50)]] * tasks
 
 
@@ -276,11 +281,12 @@ def test_environments_tell_their_tasks_by_name(of_cheese, monkeypatch):
   assert not libero.env(**settings).tasks  # One task has no name of its own.
 
 
-def test_training_starts_in_every_initial_state_as_often():
+@pytest.mark.parametrize('group_size', [1, 2])
+def test_training_starts_in_every_initial_state_as_often(group_size):
   n = 40_000
   draw = rollout.draw_seeds(n, group_size=2)
   seeds = np.asarray(draw(jax.random.key(0)))
-  states = task_turns.scene(seeds, 10, 50).reshape(n, 2)
+  states = task_turns.Turns(10, group_size).scene(seeds, 50).reshape(n, 2)
   assert (states[:, 0] == states[:, 1]).all()  # Those of a group agree.
   counts = np.bincount(states[:, 0], minlength=50)
   # Six standard deviations, of 50 counts.

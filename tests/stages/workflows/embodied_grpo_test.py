@@ -100,6 +100,14 @@ def test_rows_are_whole_groups():
     grpo(num_envs=10)
 
 
+def test_episodes_of_a_group_are_of_one_task():
+  tasks = {'tasks': ('near', 'far'), 'task': lambda state: 0 * state.seed}
+  env = jax_envs.line()._replace(**tasks)
+  with pytest.raises(ValueError, match='groups of 4, .* 2 tasks .* `group_si'):
+    grpo(env)
+  grpo(env._replace(task_group_size=2 * GROUP))
+
+
 CLIP = {'clip_low': 0.04, 'clip_high': 0.07}
 
 
