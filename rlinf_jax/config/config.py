@@ -149,7 +149,7 @@ def binding(function: Callable, name: str) -> Any:
 
 def _shared_arguments(function, configured, given) -> dict[str, Any]:
   """Arguments of `configured` for parameters of `function`, not yet given."""
-  _read_entirely.add(f'{configured.__module__}.{configured.__qualname__}')
+  _read_entirely.add(_full_name(configured))
   bindings = gin.get_bindings(configured)
   arguments = {}
   parameters = inspect.signature(configured).parameters
@@ -163,6 +163,11 @@ def _shared_arguments(function, configured, given) -> dict[str, Any]:
     else:
       raise ValueError(config_errors.not_given(configured.__name__, repr(name)))
   return arguments
+
+
+def _full_name(function: Callable) -> str:
+  """The name of a function in bindings."""
+  return f'{function.__module__}.{function.__qualname__}'
 
 
 def text() -> str:
@@ -186,15 +191,21 @@ def save_operative(path: str | os.PathLike) -> None:
   whole_file.write_text(path, gin.operative_config_str())
 
 
-def refuse_unused() -> None:
+def refuse_unused(bindings_of: Callable | None = None) -> None:
   """Checks that every binding has an effect.
 
   Call it after the workflow has been traced: then every configured function
-  has been called, or is an argument of a function that has.
+  has been called, or is an argument of a function that has. Or give the
+  function that is going to be called.
+
+  Args:
+    bindings_of: a function all of whose bindings count as read.
 
   Raises:
     ValueError: if a binding has no effect; suggests the nearest name.
   """
+  if bindings_of:
+    _read_entirely.add(_full_name(bindings_of))
   names = unused()
   if not names:
     return

@@ -53,12 +53,16 @@ def _tried(points: Sequence[grid.Point]) -> Iterator[grid.Point]:
 
 def main():
   """Exits with the first error that a run would print."""
+  # Imported here: a sweep, which imports this module, needs none of it.
+  from rlinf_jax import train
+
   gin_files, tried = json.load(sys.stdin)
   for bindings in tried:
     try:
       # Modules may print as they are imported: that is not the error.
       with contextlib.redirect_stdout(sys.stderr):
         config.parse(gin_files, bindings, '')
+        config.refuse_unused(train.train)
     except command_line.USER_ERRORS as error:
       print(config_errors.text(error))
       sys.exit(1)

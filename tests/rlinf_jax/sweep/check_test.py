@@ -15,6 +15,11 @@ RECIPE = ['gin_configs/grpo_arithmetic.gin']
       'workflows.grpo.clip_hih = [0.2]',
       'no parameter `clip_hih`; did you mean',
     ),
+    ('STPES = [1]', '`STPES` is set but nothing reads it; did you mean `STEPS'),
+    (
+      'workflows.dapo.clip_high = [0.2]',
+      '`workflows.dapo.clip_high` is set but nothing reads it',
+    ),
   ],
 )
 def test_a_wrong_value_of_any_parameter_is_refused(over, message, tmp_path):
