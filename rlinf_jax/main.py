@@ -241,6 +241,12 @@ def main(_):
       raise ValueError(
         '--eval_only and --plan_only are both given: choose one of them.'
       )
+    if RESUME.value and PLAN_ONLY.value:
+      raise ValueError(
+        '--resume continues the run in --workdir, and --plan_only runs '
+        'nothing: leave one of them out. The plan of a run is in its '
+        'plan.json.'
+      )
     for flag in (PLAN_JSON, PLAN_HTML):
       _prepare_output(flag)
     plan_only() if PLAN_ONLY.value else run(folder)

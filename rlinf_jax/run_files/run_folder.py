@@ -87,9 +87,16 @@ def read(folder: str | os.PathLike) -> Run:
 
   Raises:
     FileNotFoundError: if it has no metrics.
+    NotADirectoryError: if it is a file.
     ValueError: if a file holds something else than runs write.
   """
   folder = pathlib.Path(folder)
+  if folder.is_file():
+    raise NotADirectoryError(
+      f'{folder} is a file, and reports are of run folders: give the --workdir '
+      'of a run. The page of a plan is written by --plan_html beside '
+      '--plan_only.'
+    )
   series = metrics(folder)
   if not series:
     raise FileNotFoundError(

@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from planner.ir import flow as flow_lib
 from planner.ir import graph
@@ -68,12 +69,27 @@ def _trace_evaluation(workflow: base.Workflow, source: base.Source, state):
       'The source has no held-out batch: let its `held_out` return one or '
       'more, also where evaluate_every = 0 evaluates on none.'
     )
+  _check_rows(batches[0], 'The first held-out batch')
   return flow_lib.trace(
     lambda state, *inputs: (state, workflow.evaluate(state, *inputs)),
     state,
     batches[0],
     jax.random.key(0),
   )
+
+
+def _check_rows(batch, what: str):
+  """Refuses a batch whose arrays have no rows; one without arrays is fine.
+
+  Raises:
+    ValueError: says which batch.
+  """
+  sizes = {x.shape[0] for x in jax.tree.leaves(batch) if np.ndim(x)}
+  if sizes == {0}:
+    raise ValueError(
+      f'{what} of the source has no rows: let the source give batches of at '
+      'least one.'
+    )
 
 
 def trace_step(workflow: base.Workflow, batch, key) -> graph.Flow:
@@ -106,7 +122,9 @@ def _state_shapes(workflow: base.Workflow, batch, key):
 
 def first_batch(source: base.Source, seed: int) -> Any:
   """The batch of a run's first step."""
-  return source.next(source.init(seed), {})[1]
+  batch = source.next(source.init(seed), {})[1]
+  _check_rows(batch, 'The first batch')
+  return batch
 
 
 def first_inputs(source: base.Source, seed: int) -> list[Any]:
@@ -170,6 +188,11 @@ def _read_plan_file(path: pathlib.Path) -> Mapping[str, Any]:
     raise ValueError(
       f'The plan {path} holds {plan!r:.40}, and a plan is a JSON object, such '
       'as --plan_json writes.'
+    )
+  if 'plan' not in plan and 'searched' in plan:
+    raise ValueError(
+      f'{path} is the report of a search that found no plan: search with more '
+      'devices or memory, or for longer (--plan_seconds), or write a plan.'
     )
   return plan.get('plan', plan)  # --plan_json writes more than the plan.
 

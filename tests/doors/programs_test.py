@@ -149,7 +149,8 @@ WRONG = [
   ('openpi_model', ['{here}/file'], 'Usage: python -m rlinf_jax.prepare.openp'),
   ('openpi_model', ['/none', '{here}/new'], "/none has no folder 'params'"),
   ('report', ['/none'], '/none has no metrics to report'),
-  ('report', ['{here}/file'], '{here}/file has no metrics to report'),
+  ('report', ['{here}/file'], '{here}/file is a file, and reports are of run'),
+  ('report', ['{here}/good', '{here}/file'], '{here}/file is a file, and rep'),
   ('report', ['{here}/good', '{here}/good'], '{here}/good is given twice'),
   ('report', ['{here}/good'] * 9, '9 runs cannot be told apart by 8 colors'),
   (

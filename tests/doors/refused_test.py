@@ -14,6 +14,7 @@ FILES = {
   'bad.json': b'{"places": ',
   'zero.json': b'[0]',
   'five.json': b'{"plan": 5}',
+  'infeasible.json': b'{"searched": {}, "infeasible": []}',
   'deep.json': b'[' * 10**5,
   'spaces.gin': b'A = 3\n  B = 4\n x',
   'file': b'x',
@@ -90,6 +91,7 @@ WRONG = [
     [PUSH, '--eval_only', '--plan_only'],
     '--eval_only and --plan_only are both',
   ),
+  ([PUSH, '--resume', '--plan_only'], '--resume continues the run in --workd'),
   ([PUSH, '--eval_only', '--eval_checkpoint=/none'], '/none has no checkpoint'),
   ([PUSH, '--gin.STEPS'], '--gin.STEPS is not a setting'),
   ([PUSH, '--gin.STEPS = 3'], '--gin.STEPS = 3 is not a setting'),
@@ -108,6 +110,10 @@ WRONG = [
   ([PUSH, PLAN + '"{here}/none.json"'], "plan = '{here}/none.json' is neither"),
   ([PUSH, PLAN + '"{here}/bad.json"'], 'The plan {here}/bad.json is not JSON'),
   ([PUSH, PLAN + '"{here}/five.json"'], 'A plan is 5: give a dictionary.'),
+  (
+    [PUSH, PLAN + '"{here}/infeasible.json"'],
+    '{here}/infeasible.json is the report of a search that found no plan',
+  ),
   (
     [PUSH, PLAN + '"{here}/deep.json"'],
     'The plan {here}/deep.json is not JSON',

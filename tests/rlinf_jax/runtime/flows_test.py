@@ -38,7 +38,18 @@ def test_why_there_is_no_kernel_is_said_once_for_all_stages():
   )
 
 
-def test_a_source_without_a_held_out_batch_is_refused():
+EMPTY = jax.tree.map(lambda x: x[:0], tiny.problem())
+
+
+@pytest.mark.parametrize(
+  ('batch', 'held_out', 'message'),
+  [
+    (tiny.problem(), [], 'has no held-out batch: let its'),
+    (EMPTY, [tiny.problem()], 'The first batch of the source has no rows'),
+    (tiny.problem(), [EMPTY], 'The first held-out batch of the source has no'),
+  ],
+)
+def test_a_source_without_rows_is_refused(batch, held_out, message):
   workflow = workflows.reinforce(
     language_model.policy(tiny.CONFIG, response_length=tiny.LENGTH, stop=(0,)),
     tiny.even,
@@ -46,7 +57,7 @@ def test_a_source_without_a_held_out_batch_is_refused():
     group_size=4,
   )
   source = base.Source(
-    lambda seed: (), lambda state, _: (state, tiny.problem()), list
+    lambda seed: (), lambda state, _: (state, batch), lambda: held_out
   )
-  with pytest.raises(ValueError, match='has no held-out batch: let its'):
+  with pytest.raises(ValueError, match=message):
     flows.trace_flows(workflow, source, 0)
