@@ -11,6 +11,7 @@ its internal `Trace`, as its transformations do.
 
 from collections.abc import Callable
 from typing import Any
+import weakref
 
 import jax
 from jax._src import core
@@ -21,42 +22,50 @@ from sharding import multihost, offload
 
 
 class _Call:
-  """An operation whose operands are known."""
+  """An operation whose operands are known.
+
+  Attributes:
+    made: its results, deferred. They are held by those who need them, and not
+      by this object, so that each frees its array by itself.
+  """
 
   def __init__(self, primitive, args, params):
     self.primitive, self.params = primitive, params
-    self.args, self.results = args, None
+    self.args, self.made = args, ()
+
+  def defer(self, trace, avals) -> list['Deferred']:
+    """Returns the results, not computed yet."""
+    made = [Deferred(trace, aval, self, i) for i, aval in enumerate(avals)]
+    self.made = [*map(weakref.ref, made)]
+    return made
 
   def run(self, done: dict | None):
-    """Returns the results, as a list.
+    """Executes the operation.
 
     Args:
-      done: results by call. They are kept there, or if it is None by this
-        object, which is then executed once.
+      done: results by call, as lists, which are added to; None to keep each
+        result with its deferred array, and to execute this once.
     """
-    if self.results is not None:
-      return self.results
-    if done is not None and self in done:
-      return done[self]
     args = [_compute(x, done) for x in self.args]
     results = self.primitive.bind(*args, **self.params)
     results = results if self.primitive.multiple_results else [results]
-    if done is None:
-      self.results = results
-      self.args = ()  # Lets the operands be freed.
-    else:
+    if done is not None:
       done[self] = results
-    return results
+      return
+    for made, result in zip(self.made, results, strict=True):
+      if (x := made()) is not None:
+        x.result = result
+    self.args = ()  # Lets the operands be freed.
 
 
 class Deferred(core.Tracer):
   """An array that is not computed yet; any other value is not deferred."""
 
-  __slots__ = ['call', 'index']
+  __slots__ = ['call', 'index', 'result']
 
   def __init__(self, trace, aval, call: _Call, index: int):
     super().__init__(trace, aval)
-    self.call, self.index = call, index
+    self.call, self.index, self.result = call, index, None
 
 
 class _DeferringTrace(core.Trace):
@@ -67,15 +76,15 @@ class _DeferringTrace(core.Trace):
       return val
     # Of this operation, JAX 0.11.2 cannot tell the result without executing it.
     call = _Call(core.stage_p, [val], {})
-    return Deferred(self, core.typeof(val), call, 0)
+    return call.defer(self, [core.typeof(val)])[0]
 
   def process_primitive(self, primitive, tracers, params, /):
     avals = [core.typeof(x) for x in tracers]
     made, _ = primitive.abstract_eval(*avals, **params)
     call = _Call(primitive, tracers, params)
     if not primitive.multiple_results:
-      return Deferred(self, made, call, 0)
-    return [Deferred(self, aval, call, i) for i, aval in enumerate(made)]
+      return call.defer(self, [made])[0]
+    return call.defer(self, made)
 
   def process_call(self, call_primitive, f, tracers, params, /):
     del call_primitive, params
@@ -149,7 +158,16 @@ _copied = jax.jit(jnp.copy)
 
 def _compute(x: Any, done: dict | None) -> Any:
   """The value of an array; `done` as `_Call.run`."""
-  return x.call.run(done)[x.index] if isinstance(x, Deferred) else x
+  if not isinstance(x, Deferred):
+    return x
+  if x.result is not None:
+    return x.result
+  if done is None:
+    x.call.run(done)
+    return x.result
+  if x.call not in done:
+    x.call.run(done)
+  return done[x.call][x.index]
 
 
 def read(

@@ -86,6 +86,17 @@ def test_no_two_of_the_results_share_memory(parts, copies):
   assert len(where) == len(shards) == copies * len(made) + 1
 
 
+def test_each_result_of_an_operation_is_freed_by_itself():
+  both = jax.jit(lambda x: (jnp.full((7, 11), x), jnp.full((7, 11), -x)))
+  leaves = [*deferred.defer(lambda: both(jnp.float32(3)))]
+  first = deferred.put(leaves[0], FIRST)
+  leaves[0] = None
+  alive = [x for x in jax.live_arrays() if x.shape == first.shape]
+  assert len(alive) == 2  # An array for each result.
+  second = deferred.put(leaves.pop(), FIRST)
+  np.testing.assert_array_equal(second, -first)
+
+
 def test_each_device_reads_its_part(parts):
   indices, part = parts
   mesh = mesh_lib.mesh(jax.devices()[:4], {'fsdp': 4})

@@ -8,6 +8,8 @@ import numpy as np
 
 from sharding import rules
 
+DRAWN = 2**30  # Numbers of one draw: 4 GiB in float32.
+
 
 def is_vector(path) -> bool:
   """Whether the path leads to a bias or a norm scale."""
@@ -18,7 +20,8 @@ def is_vector(path) -> bool:
 def draw(shapes: Any, key: jax.Array, stddev: float, scale: float = 1.0) -> Any:
   """Normal matrices, equal scales and biases of zero.
 
-  One draw serves all matrices: compiling one for each takes seconds.
+  Matrices are drawn together, up to `DRAWN` numbers: compiling a draw for each
+  takes seconds, and one draw for all of a large model takes its memory again.
 
   Args:
     shapes: shapes and types of the parameters; the matrices have one type.
@@ -27,6 +30,26 @@ def draw(shapes: Any, key: jax.Array, stddev: float, scale: float = 1.0) -> Any:
     scale: the value of scales.
   """
   leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+  params = []
+  for i, together in enumerate(_together([leaf.size for _, leaf in leaves])):
+    own = key if i == 0 else jax.random.fold_in(key, i)
+    params += _drawn(leaves[together], own, stddev, scale)
+  return jax.tree.unflatten(tree, params)
+
+
+def _together(sizes: list[int]) -> list[slice]:
+  """Arrays that are drawn at once: up to `DRAWN` numbers, or one array."""
+  starts, total = [0], 0
+  for i, size in enumerate(sizes):
+    if total and total + size > DRAWN:
+      starts.append(i)
+      total = 0
+    total += size
+  return [*map(slice, starts, [*starts[1:], len(sizes)])]
+
+
+def _drawn(leaves: list, key: jax.Array, stddev: float, scale: float) -> list:
+  """The parameters of some leaves with their paths, from one draw."""
   ends = np.cumsum([leaf.size for _, leaf in leaves])
   noise = jax.random.normal(key, ends[-1:], leaves[0][1].dtype) * stddev
   params = []
@@ -38,4 +61,4 @@ def draw(shapes: Any, key: jax.Array, stddev: float, scale: float = 1.0) -> Any:
       params.append(jnp.full(leaf.shape, fill, leaf.dtype))
     else:
       params.append(part.reshape(leaf.shape))
-  return jax.tree.unflatten(tree, params)
+  return params
