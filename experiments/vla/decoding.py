@@ -5,9 +5,12 @@
 OpenVLA writes its tokens one after the other, with keys and values kept;
 OpenVLA-OFT writes all in one pass. Prints the median seconds of both, without
 compilation, and their ratio; with `--counted`, their arithmetic and their
-traffic with memory in place of seconds, without running either.
+traffic with memory in place of seconds, without running either. With
+`--published`, of the sizes of openvla-7b in bfloat16, for an accelerator.
 """
 
+from collections.abc import Iterator
+import functools
 import statistics
 import sys
 import time
@@ -60,11 +63,31 @@ def stats(width: int) -> action_tokens.ActionStats:
   return action_tokens.ActionStats(-one, one, one > 0)
 
 
-def seconds(policy: base.Policy, obs) -> float:
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def normal(shape: tuple[int, ...], dtype: str, key: jax.Array) -> jax.Array:
+  """Random numbers of a small deviation."""
+  # Rounded in the kernel that draws them; random bfloat16 takes more memory.
+  return (0.02 * jax.random.normal(key, shape)).astype(dtype)
+
+
+def random_params(policy: base.Policy, dtype: str) -> base.Params:
+  """Random parameters, all in one type: speed does not depend on them.
+
+  They are drawn one by one, as all at once would take the memory of more.
+  """
+  key = jax.random.key(0)
+  leaves, tree = jax.tree.flatten(jax.eval_shape(policy.init, key))
+  keys = jax.random.split(key, len(leaves))
+  params = [
+    normal(x.shape, dtype, k) for x, k in zip(leaves, keys, strict=True)
+  ]
+  return jax.tree.unflatten(tree, params)
+
+
+def seconds(policy: base.Policy, obs, rows: int, dtype: str) -> float:
   """The median of several calls of `act`."""
-  params = policy.init(jax.random.key(0))
+  params = random_params(policy, dtype)
   act = jax.jit(policy.act)
-  rows = obs.prompt.token.shape[0]
   spent = []
   for i in range(REPEATS + 1):
     keys = jax.random.split(jax.random.key(i), rows)
@@ -74,51 +97,63 @@ def seconds(policy: base.Policy, obs) -> float:
   return statistics.median(spent[1:])  # The first one compiles.
 
 
-def counted(policy: base.Policy, obs) -> tuple[float, float]:
+def counted(
+  policy: base.Policy, obs, rows: int, dtype: str
+) -> tuple[float, float]:
   """Operations and bytes of a call of `act`, 10⁹ of each.
 
   The bytes are those of products and loops, where elementwise arithmetic is
   fused: each token that is decoded alone reads the weights again.
   """
-  params = jax.eval_shape(policy.init, jax.random.key(0))
-  keys = jax.random.split(jax.random.key(0), obs.prompt.token.shape[0])
+  params = jax.eval_shape(functools.partial(random_params, policy, dtype))
+  keys = jax.random.split(jax.random.key(0), rows)
   work = count.work(policy.act, params, obs, keys)
   return work.flops / 1e9, work.bytes_moved / 1e9
 
 
-def main(measure):
+def models(published: bool) -> Iterator[tuple[str, openvla.Config]]:
+  """Yields models and what to call them."""
+  if published:
+    yield 'openvla-7b', openvla.published(dtype='bfloat16')
+    return
+  for size, width, layers in (56, 256, 4), (56, 512, 8), (224, 512, 8):
+    name = f'{size} pixels, width {width}, {layers} layers'
+    yield name, config(size, width, layers)
+
+
+def main(measure, published: bool):
   """Prints a line for each size.
 
   Args:
     measure: `seconds` or `counted`.
+    published: whether of the published size, and not of small ones.
   """
-  for size, width, layers in (56, 256, 4), (56, 512, 8), (224, 512, 8):
-    small = config(size, width, layers)
-    oft = openvla_oft.Config(small, Z=Z, A=A)
+  for name, model in models(published):
+    oft, size = openvla_oft.Config(model, Z=Z, A=A), model.dino.image_size
     for rows in 1, 8:
       token = jnp.full((rows, PROMPT), 7)
       prompt = base.Prompt(token, jnp.ones_like(token))
       image = jnp.zeros((rows, size, size, 3), jnp.uint8)
       slow = measure(
-        openvla_policy.policy(small, stats(Z * A), critic=False),
+        openvla_policy.policy(model, stats(Z * A), critic=False),
         openvla_policy.Observation(image, prompt),
+        rows,
+        model.llama.dtype,
       )
       fast = measure(
         openvla_oft_policy.policy(oft, stats(A), critic=False),
         openvla_oft.Observation((image,), prompt),
+        rows,
+        model.llama.dtype,
       )
-      print(
-        f'{size} pixels, width {width}, {layers} layers, {rows} rows: '
-        + compared(slow, fast),
-        flush=True,
-      )
+      print(f'{name}, {rows} rows: {compared(slow, fast)}', flush=True)
 
 
 def compared(slow, fast) -> str:
   """One way beside the other, in seconds or counted."""
   if isinstance(slow, float):
     return (
-      f'one by one {slow:.3f} s, in one pass {fast:.3f} s, '
+      f'one by one {slow:.4f} s, in one pass {fast:.4f} s, '
       f'ratio {slow / fast:.1f}'
     )
   words = '{:.2f} GFLOP and {:.2f} GB'.format
@@ -126,4 +161,7 @@ def compared(slow, fast) -> str:
 
 
 if __name__ == '__main__':
-  main(counted if '--counted' in sys.argv[1:] else seconds)
+  main(
+    counted if '--counted' in sys.argv[1:] else seconds,
+    '--published' in sys.argv[1:],
+  )

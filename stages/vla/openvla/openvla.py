@@ -19,10 +19,27 @@ from stages import base
 from stages.language import value_model
 from stages.models import block as block_lib
 from stages.models import transformer
-from stages.models.layers import initialize, mixed_precision
+from stages.models.layers import initialize, mixed_precision, rope
 from stages.models.vision import vit
 from stages.vla import pictures as pictures_lib
 from stages.vla.openvla import action_tokens
+
+# The published towers.
+DINO = vit.Config(
+  image_size=224,
+  patch_size=14,
+  D=1024,
+  L=24,
+  H=16,
+  F=4096,
+  has_class=True,
+  registers=4,
+  layer_scale=True,
+  activation='gelu',
+)
+SIGLIP = vit.Config(
+  image_size=224, patch_size=14, D=1152, L=27, H=16, F=4304, activation='gelu'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +82,32 @@ class Config:
         f'see {sizes}: give `pictures` the same sizes.'
       )
     _ = self.tokens  # Refuses more bins than tokens.
+
+
+def published(**settings) -> Config:
+  """The sizes of openvla-7b: DINOv2-L, SigLIP-So400m and Llama 2 7B.
+
+  Args:
+    **settings: of towers and language model: `dtype` and `remat`.
+  """
+  return Config(
+    dataclasses.replace(DINO, **settings),
+    dataclasses.replace(SIGLIP, **settings),
+    transformer.Config(
+      V=32_064,
+      D=4096,
+      L=32,
+      H=32,
+      K=32,
+      W=128,
+      F=11_008,
+      rope=rope.RopeConfig(theta=1e4, original_context=2048),
+      max_positions=2048,
+      qkv_bias=False,
+      tie_embeddings=False,
+      **settings,
+    ),
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,26 +49,11 @@ PREFIXES = {
 }
 # Vision towers with FiLM, which are OpenVLA-OFT's, see `film_files`.
 FILM_FILES = 'vision_backbone--*_checkpoint.pt'
-_DINO = vit.Config(
-  image_size=224,
-  patch_size=14,
-  D=1024,
-  L=24,
-  H=16,
-  F=4096,
-  has_class=True,
-  registers=4,
-  layer_scale=True,
-  activation='gelu',
-)
-_SIGLIP = vit.Config(
-  image_size=224, patch_size=14, D=1152, L=27, H=16, F=4304, activation='gelu'
-)
 # Vision towers by their names in timm.
 TOWERS = {
-  'vit_large_patch14_reg4_dinov2.lvd142m': _DINO,
-  'vit_so400m_patch14_siglip_224': _SIGLIP,
-  'vit_so400m_patch14_siglip_384': _SIGLIP,
+  'vit_large_patch14_reg4_dinov2.lvd142m': openvla.DINO,
+  'vit_so400m_patch14_siglip_224': openvla.SIGLIP,
+  'vit_so400m_patch14_siglip_384': openvla.SIGLIP,
 }
 # Sizes of towers in the arguments of timm. They are for small models alone: no
 # published folder has them.

@@ -31,6 +31,7 @@ def policy(
   instruction: tuple[int, ...] | None = None,
   cameras: tuple[str, ...] = ('image/table',),
   state: str | None = None,
+  lora: lora_lib.Lora | None = None,
   **settings,
 ) -> base.Policy:
   """A policy for an environment whose observations contain pictures.
@@ -45,6 +46,8 @@ def policy(
       those of observations, see `instructions`.
     cameras: paths of the pictures in observations, the main one first.
     state: path of the robot's state, which is read as it is; None for none.
+    lora: new adapters that are trained in place of the weights; None to train
+      the weights.
     **settings: of `openvla_oft_policy.policy`.
 
   Raises:
@@ -57,6 +60,8 @@ def policy(
   low, high = map(np.asarray, action_range.bounds(env))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_oft_policy.policy(config, stats, **settings)
+  if lora:
+    own = openvla_env.adapted(own, lora)
   observe = functools.partial(_observe, cameras, instruction, state)
   own = openvla_env.adapt(own, observe, cameras[0], config.Z)
   return _within_bounds(own, env, config.Z)

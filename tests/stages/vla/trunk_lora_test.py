@@ -18,9 +18,11 @@ from stages.models.files import weights
 from stages.vla import trunk_lora
 from stages.vla.openvla import (
   openvla_env,
+  openvla_oft,
   openvla_oft_env,
   tuning_files,
 )
+from tests.stages.vla.openvla import openvla_env_test
 from tests.stages.vla.openvla import openvla_files_test as plain
 
 A, O, Z = 2, 2, 2
@@ -131,6 +133,22 @@ def test_adapters_and_heads_learn_and_the_weights_stay(folder, tmp_path):
   ]
   differ = {k for k, v in stored[0].items() if (v != stored[1][k]).any()}
   assert differ == {k for k in stored[0] if '_proj.' in k and 'language' in k}
+
+
+def test_a_model_without_a_checkpoint_has_adapters_beside_its_weights():
+  config = openvla_oft.Config(openvla_env_test.CONFIG, Z=Z, A=A)
+  make = functools.partial(
+    openvla_oft_env.policy,
+    action_chunks.chunked(push.push(image_size=8), Z, 1.0),
+    config=config,
+    instruction=(1, 5, 3),
+    critic=False,
+  )
+  key = jax.random.key(0)
+  whole = jax.eval_shape(make().init, key)
+  params = jax.eval_shape(make(lora=LORA).init, key)
+  assert {*params} == {base.FROZEN, lora_lib.ADAPTER}
+  assert params[base.FROZEN][lora_lib.PARAMS] == whole
 
 
 @pytest.mark.slow

@@ -12,7 +12,12 @@ from safetensors import numpy as st
 from stages import base
 from stages.models.files import weights
 from stages.models.vision import vit
-from stages.vla.openvla import openvla_files, openvla_policy, tuning_files
+from stages.vla.openvla import (
+  openvla,
+  openvla_files,
+  openvla_policy,
+  tuning_files,
+)
 
 TOWERS = {
   'tiny_dino': vit.Config(
@@ -126,6 +131,20 @@ def write(folder, tensors, **changed):
   index = {'metadata': {}, 'weight_map': file_of}
   (folder / weights.INDEX).write_text(json.dumps(index))
   return folder
+
+
+def test_the_published_sizes_are_those_of_the_published_folder(tmp_path):
+  text = {'model_type': 'llama', 'vocab_size': 32064}
+  published = CONFIG | {
+    'image_sizes': [224, 224],
+    'n_action_bins': 256,
+    'pad_to_multiple_of': 64,
+    'timm_model_ids': list(openvla_files.TOWERS)[:2],
+    'text_config': text | {'torch_dtype': 'bfloat16'},
+  }
+  (tmp_path / 'config.json').write_text(json.dumps(published))
+  got = openvla_files.read(tmp_path).config
+  assert got == openvla.published(dtype='bfloat16')
 
 
 @pytest.fixture(scope='module')
