@@ -12,7 +12,13 @@ import pytest
 
 from rlinf_jax import chat, command_line
 from rlinf_jax.data import chat_template
-from rlinf_jax.prepare import gguf_model, openpi_model, tiny_vision, tiny_vla
+from rlinf_jax.prepare import (
+  gguf_model,
+  openpi_model,
+  tiny_text,
+  tiny_vision,
+  tiny_vla,
+)
 from rlinf_jax.report import report
 from rlinf_jax.serve import __main__ as serve
 import served_models
@@ -24,6 +30,7 @@ PROGRAMS = {
   'serve': (serve.main, 'MODEL'),
   'gguf_model': (gguf_model.main, 'MODEL', 'FOLDER'),
   'openpi_model': (openpi_model.main, 'FOLDER', 'NEW_FOLDER'),
+  'tiny_text': (tiny_text.main,),
   'tiny_vla': (tiny_vla.main,),
   'tiny_vision': (tiny_vision.main,),
 }
@@ -143,6 +150,8 @@ WRONG = [
   ('tiny_vla', ['--out={here}/file'], '{here}/file exists: let --out name'),
   ('tiny_vla', ['--out=/dev/null/x'], '/dev/null/x cannot be used (Not a dir'),
   ('tiny_vla', ['--out=/proc/x'], '/proc/x cannot be used (No such file'),
+  ('tiny_text', ['x', '--out={here}/new'], 'Usage: python -m rlinf_jax.prepar'),
+  ('tiny_text', ['--out={here}'], '{here} exists: let --out name a new one.'),
   ('tiny_vision', ['--rows=0', '--out={here}/new'], 'flag --rows=0: '),
   ('tiny_vision', ['--held_out=x', '--out={here}/new'], 'flag --held_out=x: '),
   ('tiny_vision', ['--out={here}'], '{here} exists: let --out name a new one.'),
