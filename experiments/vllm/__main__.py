@@ -19,7 +19,7 @@ import numpy as np
 from rlinf_jax.engines import vllm, vllm_engine, vllm_start
 import stages
 from stages import base
-from stages.language import huggingface, policy_stages
+from stages.language import huggingface, policy_stages, stops
 from stages.tasks import arithmetic
 
 PROMPTS, GROUP, LENGTH, PROMPT = 56, 8, 40, 10  # Of the arithmetic job.
@@ -58,7 +58,7 @@ def main():
   prompt = jax.tree.map(lambda x: np.repeat(x, GROUP, axis=0), problem.prompt)
   pairs = zip(*prompt, strict=True)
   rows = [token_P[mask_P > 0].tolist() for token_P, mask_P in pairs]
-  stop = huggingface.stop_tokens(checkpoint)
+  stop = stops.stop_tokens(checkpoint)
   policy = functools.partial(
     huggingface.policy, checkpoint, response_length=LENGTH
   )

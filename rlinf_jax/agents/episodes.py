@@ -19,7 +19,7 @@ from rlinf_jax.agents import base, deadline, formats, stepping
 from rlinf_jax.data import text_arrays
 import stages
 from stages import ranges
-from stages.language import conversation, tokens
+from stages.language import conversation, stops, tokens
 from stages.language.conversation import conversation_state, take_turns
 
 MAX_CALLS = 8  # Calls of the stage at once, such as of the pieces of a batch.
@@ -74,7 +74,14 @@ def envs(
     tools=base.tools(env),
     keep_thoughts=keep_thoughts,
   )
-  write = functools.partial(_ids, tokenizer, text, max_answer_tokens)
+  ends = stops.stop_tokens(checkpoint)
+
+  def write(now, i: int, answer: stepping.Answer) -> list[int]:
+    # A turn that a text has ended lacks the end token of the chat template.
+    end = ''
+    if chat and answer.before is None and _last_token(now, i) not in ends:
+      end = tokenizer.eos_token
+    return _ids(tokenizer, text, max_answer_tokens, answer, end)
 
   def reply(answer: np.ndarray, now: conversation_state.Conversation):
     found = _waiting(len(roles), now)
@@ -96,7 +103,8 @@ def envs(
 
   def write_reply(now, found, answers) -> conversation_state.Reply:
     B = now.own.shape[0]
-    out = _reply(write, max_answer_tokens, terms, B, found, answers)
+    of_row = functools.partial(write, now)
+    out = _reply(of_row, max_answer_tokens, terms, B, found, answers)
     # Nothing asks for these again, unless another role has to be told.
     step.drop([now.id[i].tobytes() for i in _cut(now, out)])
     return out
@@ -182,9 +190,24 @@ def _texts(
   return tuple(tokenizer.decode(row, skip_special_tokens=True) for row in rows)
 
 
-def _ids(tokenizer, text, limit: int, answer: stepping.Answer) -> list[int]:
-  """Tokens of an environment's answer; none if it has more than `limit`."""
-  said = text(answer.before, [_readable(x) for x in answer.step.messages])
+def _last_token(now: conversation_state.Conversation, i: int) -> int:
+  """The latest token of row `i`."""
+  return int(now.completions.action[i, int(now.completions.mask[i].sum()) - 1])
+
+
+def _ids(
+  tokenizer, text, limit: int, answer: stepping.Answer, end: str
+) -> list[int]:
+  """Tokens of an environment's answer; none if it has more than `limit`.
+
+  Args:
+    tokenizer: of the model.
+    text: writes the messages of the environment.
+    limit: most tokens.
+    answer: of the environment.
+    end: what the turn before it lacks.
+  """
+  said = end + text(answer.before, [_readable(x) for x in answer.step.messages])
   row = tokens.continue_with(tokenizer, said)
   return row if len(row) <= limit else []
 
@@ -262,7 +285,7 @@ def _reply(
     for name in terms:
       out.terms[name][rows[answer.speaker]] = step.terms.get(name, 0.0)
     if not answer.is_last:
-      ids = write(answer)
+      ids = write(reader, answer)
       out.holds[[i for i in rows if i != reader]] = 1.0
       out.state[reader] = _state_number(step)
       out.token[reader, : len(ids)] = ids

@@ -1,13 +1,13 @@
 """Replies of the model as OpenAI's API writes them."""
 
 from collections.abc import Callable, Sequence
-import functools
 import json
 import re
 import secrets
 from typing import NamedTuple
 
 from rlinf_jax.agents import formats
+from stages.language import tokens
 
 UNKNOWN = '\ufffd'  # Stands for bytes that are no character yet.
 SPACE = '\u2581'  # Stands for a space in vocabularies of SentencePiece.
@@ -127,22 +127,10 @@ def token_text(tokenizer, token: int, is_first: bool) -> tuple[str, bytes]:
     return text, text.encode()
   if byte := re.fullmatch('<0x([0-9A-F]{2})>', piece):
     return text, bytes.fromhex(byte[1])
-  letters = _byte_of_letter()
+  letters = tokens.byte_of_letter()
   if all(x in letters for x in piece):
     return text, bytes(letters[x] for x in piece)
   return text, text.encode()
-
-
-@functools.cache
-def _byte_of_letter() -> dict[str, int]:
-  """The bytes of the letters that stand for them in vocabularies like GPT-2's.
-
-  Those that can be printed stand for themselves, the others follow at 256.
-  """
-  printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
-  others = [x for x in range(256) if x not in printed]
-  letters = {chr(x): x for x in printed}
-  return letters | {chr(256 + i): x for i, x in enumerate(others)}
 
 
 def usage(prompt: int, completion: int) -> dict:

@@ -8,7 +8,7 @@ import numpy as np
 
 from rlinf_jax.data import completions, files, mixtures, picture_files
 from stages import base, ranges, source_files
-from stages.language import huggingface, tokens
+from stages.language import stops, tokens
 
 
 def examples(
@@ -254,7 +254,7 @@ def _stop(checkpoint: str) -> tuple[int, ...]:
   Raises:
     ValueError: if it has none.
   """
-  stop = huggingface.stop_tokens(checkpoint)
+  stop = stops.stop_tokens(checkpoint)
   if not stop:
     raise ValueError(
       f'{checkpoint} names no end token (eos_token_id) in its tokenizer, '

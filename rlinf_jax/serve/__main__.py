@@ -21,7 +21,7 @@ import jax
 from rlinf_jax import command_line, startup
 from rlinf_jax.agents import formats
 from rlinf_jax.serve import batches, completions, engine_decoder
-from stages.language import huggingface, tokens
+from stages.language import huggingface, stops, tokens
 
 FORMATS = {
   'hermes': formats.hermes,
@@ -91,7 +91,7 @@ def load(
   )
   decoder = make(
     model,
-    stop=huggingface.stop_tokens(model),
+    stop=stops.stop_tokens(model),
     prompt_length=prompt_length,
     response_length=response_length,
     max_rows=max_rows or MAX_ROWS[engine],

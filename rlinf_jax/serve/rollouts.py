@@ -30,7 +30,7 @@ from rlinf_jax.serve import (
 )
 import stages
 from stages import base, ranges
-from stages.language import conversation, huggingface, tokens
+from stages.language import conversation, huggingface, stops, tokens
 
 MODEL = 'policy'  # Name of the model, as agents say it.
 TERMS = ('turns', 'unused_trajectories')
@@ -204,7 +204,7 @@ class _Served:
   def __init__(self, agents: Agents, policy: base.Policy):
     tokenizer = tokens.load_tokenizer(agents.checkpoint)
     limits = {
-      'stop': huggingface.stop_tokens(agents.checkpoint),
+      'stop': stops.stop_tokens(agents.checkpoint),
       'prompt_length': agents.call_prompt_length,
       'response_length': agents.call_length,
       'max_rows': agents.num_threads,

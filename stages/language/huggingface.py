@@ -1,6 +1,6 @@
 """Models as Hugging Face checkpoints: loading, policies and exporting."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import functools
 import json
@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from sharding import deferred
 from stages import base, kernels, ranges
 from stages import remat as remat_lib
-from stages.language import language_model, sample, tokens
+from stages.language import language_model, sample, stops, tokens
 from stages.models import adapters, families, lora_merge, transformer
 from stages.models import config as config_lib
 from stages.models import lora as lora_lib
-from stages.models.files import config_check, naming, weights
+from stages.models.files import naming, weights
 from stages.models.vision import vision_files
 
 # Files of a checkpoint beside its tensors, which `export` copies.
@@ -35,13 +35,6 @@ COMPANIONS = (
   'preprocessor_config.json',
   'processor_config.json',
   'chat_template.json',
-)
-# Files of which a tokenizer has at least one.
-TOKENIZERS = (
-  'tokenizer.json',
-  'tokenizer_config.json',
-  'tokenizer.model',
-  'vocab.json',
 )
 
 
@@ -121,34 +114,6 @@ def vision(checkpoint: str | pathlib.Path) -> config_lib.VisionConfig | None:
   return vision_files.read(raw, path)
 
 
-def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
-  """Ids of end tokens, that of the tokenizer first.
-
-  The others are those of generation_config.json, or else of config.json. vLLM
-  stops at all of these, too. A folder without a tokenizer has only the latter.
-
-  Raises:
-    ValueError: if the model has no such tokens, or the tokenizer has others.
-  """
-  folder, ids, size = pathlib.Path(checkpoint), None, None
-  for name in ('config.json', 'generation_config.json'):
-    path = folder / name
-    if not path.is_file():
-      continue
-    raw = weights.read_json(path)
-    if isinstance(raw, dict):
-      raw = vision_files.of_text(raw)
-    config_check.check_end_tokens(raw, path, size)
-    ids, size = raw.get('eos_token_id', ids), raw.get('vocab_size', size)
-  ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-  if any((folder / name).is_file() for name in TOKENIZERS):
-    tokenizer = tokens.load_tokenizer(str(checkpoint))
-    if size is not None:
-      tokens.check_vocabulary(tokenizer, size, checkpoint)
-    ids = [tokenizer.eos_token_id, *ids]
-  return tuple(x for x in dict.fromkeys(ids) if x is not None)
-
-
 def check_params(checkpoint: str | pathlib.Path, config: transformer.Config):
   """Checks names and shapes of a checkpoint's tensors, without their values.
 
@@ -181,7 +146,7 @@ def _ignored(config: transformer.Config) -> frozenset[str]:
   return frozenset({'lm_head.weight'} if config.tie_embeddings else ())
 
 
-def _check_engine(slots: int | None, replay_routing: bool):
+def _check_engine(slots: int | None, replay_routing: bool, stop_texts):
   """Refuses what only generation with the model itself can do."""
   if slots is not None:
     raise ValueError(
@@ -194,6 +159,11 @@ def _check_engine(slots: int | None, replay_routing: bool):
       'replay_routing is on, and an engine generates, which does not say which '
       'experts it has used: generate in JAX, or set replay_routing to False '
       '(REPLAY in gin).'
+    )
+  if stop_texts:
+    raise ValueError(
+      f'stop_texts={stop_texts!r} end completions that are generated in JAX, '
+      'and an engine generates: leave out one of them.'
     )
 
 
@@ -211,6 +181,7 @@ def policy(
   replay_routing: bool = False,
   engine: Callable[..., base.Policy] | None = None,
   lora: lora_lib.Lora | None = None,
+  stop_texts: str | Sequence[str] = (),
 ) -> base.Policy:
   """A policy from a checkpoint.
 
@@ -231,12 +202,15 @@ def policy(
       policy`; None to generate with the model itself.
     lora: adapters that are trained in place of the weights, which are then held
       in the type of the arithmetic; None to train the weights.
+    stop_texts: texts that end a completion, with the token in which one ends;
+      of a conversation, they end a turn.
 
   Raises:
-    ValueError: for both slots and an engine, or both `replay_routing` and one.
+    ValueError: for both an engine and slots, `replay_routing` or `stop_texts`,
+      or texts that the tokenizer cannot write.
   """
   if engine is not None:
-    _check_engine(slots, replay_routing)
+    _check_engine(slots, replay_routing, stop_texts)
   settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
   config, start = load_config(checkpoint, **settings), None
   if config.vision is not None and (engine is not None or lora):
@@ -256,7 +230,7 @@ def policy(
 
   settings = {
     'response_length': response_length,
-    'stop': stop_tokens(checkpoint),
+    'stop': stops.stop_tokens(checkpoint),
     'sampling': sampling,
   }
   result = language_model.policy(
@@ -267,6 +241,7 @@ def policy(
     slots=slots,
     packed_tokens=packed_tokens,
     replay_routing=replay_routing,
+    stop_texts=stops.automaton(checkpoint, stop_texts, config.V),
   )
   if engine is not None:
     result = engine(

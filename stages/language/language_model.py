@@ -15,6 +15,7 @@ from stages.language.decoding import (
   kept_cache,
   routing_replay,
 )
+from stages.language.decoding import stop_texts as stop_texts_lib
 from stages.language.decoding.slots import slot_cache
 from stages.language.scoring import scorer
 from stages.models import transformer
@@ -34,6 +35,7 @@ def policy(
   slots: ranges.PositiveInt | None = None,
   packed_tokens: ranges.PositiveInt | None = None,
   replay_routing: bool = False,
+  stop_texts: stop_texts_lib.StopTexts | None = None,
 ) -> base.Policy:
   """A policy from a decoder-only transformer.
 
@@ -62,6 +64,7 @@ def policy(
     replay_routing: whether experts are recorded while sampling, for training
       and scoring, see `routing_replay`. Unfinished rows cannot be carried to
       another step then.
+    stop_texts: texts that end a completion besides `stop`; None for none.
 
   Raises:
     ValueError: for no slots, for packed rows or recorded experts of a model
@@ -84,7 +87,12 @@ def policy(
   model = transformer.Transformer(config)
 
   act, resume, empty_cache, engine = _decoders(
-    model, response_length, slots, stop=stop, sampling=sampling
+    model,
+    response_length,
+    slots,
+    stop=stop,
+    stop_texts=stop_texts,
+    sampling=sampling,
   )
   if replay_routing:
     resume = empty_cache = None

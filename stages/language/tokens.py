@@ -290,6 +290,18 @@ def through_last(mask_BT: np.ndarray) -> np.ndarray:
   return np.maximum.accumulate(np.asarray(mask_BT)[:, ::-1], axis=1)[:, ::-1]
 
 
+@functools.cache
+def byte_of_letter() -> dict[str, int]:
+  """The bytes of the letters that stand for them in vocabularies like GPT-2's.
+
+  Those that can be printed stand for themselves, the others follow at 256.
+  """
+  printed = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [x for x in range(256) if x not in printed]
+  letters = {chr(x): x for x in printed}
+  return letters | {chr(256 + i): x for i, x in enumerate(others)}
+
+
 def text_ids(texts: Sequence[str | None]) -> np.ndarray:
   """An id of each text, int32 [B]: its CRC-32 without the top bit; −1 of None.
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from stages import base
 from stages.language import sample
 from stages.language.decoding import generate, kv_cache, prefill
+from stages.language.decoding.slots import slot_rows
 from stages.models import transformer
 from stages.models.layers import attention
 
@@ -132,7 +133,8 @@ def advance(
     token_B = jnp.where(rows.greedy, likeliest_B, drawn_B)
     token_B = jnp.where(open_B, token_B, 0).astype(jnp.int32)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
-    new = generate.append(state, open_B, token_B, logp_B, stop)
+    ends_B = slot_rows.is_stop(token_B, stop)
+    new = generate.append(state, open_B, token_B, logp_B, ends_B)
     return state._replace(t=state.t + 1, token_B=token_B, completions=new)
 
   return batch._replace(

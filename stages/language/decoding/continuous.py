@@ -30,6 +30,7 @@ from stages.language.decoding import (
   unfinished,
 )
 from stages.language.decoding import generate as static
+from stages.language.decoding import stop_texts as stop_texts_lib
 from stages.language.decoding.slots import slot_cache, slot_rows
 from stages.models import transformer
 from stages.models.layers import rope
@@ -65,7 +66,7 @@ def generate(
     slots: number of rows that a device decodes at once.
     length: maximum tokens of a row.
     group_size: rows that share a prompt, which is read once for all of them.
-    **settings: `stop`, `sampling`, `greedy` and `record`, as in
+    **settings: `stop`, `stop_texts`, `sampling`, `greedy` and `record`, as in
       `generate.resume`.
   """
   empty = static.empty_completions(model.config, prompt.token.shape[0], length)
@@ -109,7 +110,8 @@ def resume(
     num_started: number of leading rows that may already have tokens.
     should_continue: as in `generate.resume`. It must be false for a part of
       the rows for which it is false.
-    **settings: `stop`, `sampling` and `greedy`, as in `generate.resume`.
+    **settings: `stop`, `stop_texts`, `sampling` and `greedy`, as in
+      `generate.resume`.
   """
   order = _order(prompt, group_size)
   run = functools.partial(
@@ -254,6 +256,7 @@ def _decode_all(
   state: slot_rows.LoopState,
   *,
   stop: tuple[int, ...] = (),
+  stop_texts: stop_texts_lib.StopTexts | None = None,
   sampling: sample.Sampling = sample.Sampling(),
   greedy: bool = False,
 ) -> slot_rows.LoopState:
@@ -263,7 +266,7 @@ def _decode_all(
 
   def replace(state):
     state = slot_rows.replace_ended(
-      layers, loop.split, loop.group_size, stop, loop.queue, state
+      layers, loop.split, loop.group_size, loop.queue, state
     )
     if loop.rule is None:
       return state
@@ -278,8 +281,12 @@ def _decode_all(
       logit_M1V, loop.key_B[row_M], now.length_M, sampling, greedy
     )
     logp_M = sample.logp(logit_M1V, token_M[:, None])[:, 0]
+    ended_M, text_M = slot_rows.is_stop(token_M, stop), None
+    if stop_texts:
+      text_M = stop_texts.advance(now.text_M, token_M)
+      ended_M |= stop_texts.has_ended(text_M)
     is_full_M = now.length_M + 1 >= T
-    ends_M = now.is_open_M & (is_full_M | slot_rows.is_stop(token_M, stop))
+    ends_M = now.is_open_M & (is_full_M | ended_M)
     is_open_M, known = now.is_open_M & ~ends_M, state.known
     if loop.rule is not None:
       new_M = now.length_M + 1 - loop.length_B[row_M]
@@ -287,11 +294,13 @@ def _decode_all(
       is_open_M &= new_M < known.limit
     now = now._replace(
       is_open_M=is_open_M,
+      ended_M=jnp.where(now.is_open_M, ended_M, now.ended_M),
       # An empty slot stays empty.
       length_M=now.length_M + now.is_open_M,
       token_M=token_M,
       action_MT=slot_rows.put(now.action_MT, now.length_M, token_M),
       logp_MT=slot_rows.put(now.logp_MT, now.length_M, logp_M),
+      text_M=text_M,
     )
     return replace(state._replace(slots=now, known=known))
 
@@ -307,6 +316,12 @@ def _decode_all(
       lambda state: open_slots(state) >= at_least, extend, state
     )
 
+  if stop_texts:
+    # Rows that enter later have no tokens.
+    begun_M = stop_texts.begin(state.completions)[
+      jnp.minimum(state.slots.row_M, B - 1)
+    ]
+    state = state._replace(slots=state.slots._replace(text_M=begun_M))
   state = replace(state)
   few = slots // SHRINK
   if few:

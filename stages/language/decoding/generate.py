@@ -19,6 +19,8 @@ from stages.language.decoding import (
   routing_replay,
   unfinished,
 )
+from stages.language.decoding import stop_texts as stop_texts_lib
+from stages.language.decoding.slots import slot_rows
 from stages.models import transformer
 from stages.models.layers import attention, rope
 
@@ -37,6 +39,8 @@ class DecodeState(NamedTuple):
     completions: the completions, rolled.
     expert: experts of the tokens read, as in `routing_replay.Routing`; None to
       record none.
+    text_B: states of the automaton of texts that end rows, see `stop_texts`;
+      None without any.
   """
 
   t: Array
@@ -44,6 +48,7 @@ class DecodeState(NamedTuple):
   caches: tuple[kv_cache.LayerCache, ...]
   completions: base.Completions
   expert: Array | None = None
+  text_B: Array | None = None
 
 
 def empty_completions(
@@ -191,6 +196,7 @@ def resume(
   completions: base.Completions,
   *,
   stop: tuple[int, ...] = (),
+  stop_texts: stop_texts_lib.StopTexts | None = None,
   sampling: sample.Sampling = sample.Sampling(),
   group_size: int = 1,
   greedy: bool = False,
@@ -204,7 +210,8 @@ def resume(
 
   Token t of a row is drawn with `fold_in(key, t)`: it depends on the key of the
   row alone, and not on where generation was interrupted. A row ends with a
-  token of `stop`, or when it is full.
+  token of `stop`, with one in which one of `stop_texts` ends, or when it is
+  full.
 
   Args:
     model: the model.
@@ -213,6 +220,8 @@ def resume(
     key_B: one key a row.
     completions: tokens so far, with room for the rest.
     stop: ids of tokens that end a row; the row keeps that token.
+    stop_texts: texts that end a row, likewise; None for none. Where a row has
+      tokens, a text may have begun in them.
     sampling: the distribution to draw from.
     group_size: rows that share a prompt, which is read once for all of them.
     greedy: take the most likely token instead.
@@ -269,9 +278,19 @@ def resume(
     )
     token_B = jnp.where(open_B, token_B, 0)
     logp_B = sample.logp(logit_B1V, token_B[:, None])[:, 0]
-    new = append(state, open_B, token_B, logp_B, stop)
-    return state._replace(t=state.t + 1, token_B=token_B, completions=new)
+    ends_B, text_B = slot_rows.is_stop(token_B, stop), None
+    if stop_texts:
+      text_B = stop_texts.advance(state.text_B, token_B)
+      ends_B |= stop_texts.has_ended(text_B)
+    return state._replace(
+      t=state.t + 1,
+      token_B=token_B,
+      completions=append(state, open_B, token_B, logp_B, ends_B),
+      text_B=text_B,
+    )
 
+  if stop_texts:
+    start = start._replace(text_B=stop_texts.begin(completions))
   if record:
     expert = routing_replay.empty(model.config, *completions.mask.shape)
     start = start._replace(expert=expert)
@@ -345,8 +364,16 @@ def _kept_state(
   )
 
 
-def append(state: DecodeState, open_B, token_B, logp_B, stop):
-  """Completions with one more token in the rows that are unfinished."""
+def append(state: DecodeState, open_B, token_B, logp_B, ends_B):
+  """Completions with one more token in the rows that are unfinished.
+
+  Args:
+    state: the state before.
+    open_B: those rows.
+    token_B: the token of each.
+    logp_B: its log-probability.
+    ends_B: whether it ends its row.
+  """
   t, old = state.t, state.completions
 
   def put(x_BT, x_B):
@@ -355,10 +382,9 @@ def append(state: DecodeState, open_B, token_B, logp_B, stop):
     x_B = jnp.where(open_B, x_B.astype(x_BT.dtype), old_B1[:, 0])
     return jax.lax.dynamic_update_slice_in_dim(x_BT, x_B[:, None], t, 1)
 
-  ended_B = open_B & jnp.isin(token_B, jnp.array(stop, jnp.int32))
   return base.Completions(
     put(old.action, token_B),
     put(old.logp, logp_B),
     put(old.mask, open_B),
-    old.alive & ~ended_B,
+    old.alive & ~(open_B & ends_B),
   )

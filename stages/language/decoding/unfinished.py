@@ -161,6 +161,7 @@ def into_slots(
   slots = now._replace(
     row_M=jnp.where(enters_M, row_M, B),
     is_open_M=enters_M,
+    ended_M=jnp.zeros(M, bool),
     length_M=jnp.where(enters_M, length_B[row_M], 0),
     prompt_M=jnp.where(enters_M, tokens_N[row_M // (B // N)], 0),
     position_M=split.position_B[row_M],

@@ -36,10 +36,10 @@ def letters(tokenizer, text):
   return [x for letter in text for x in tokenizer(letter)['input_ids']]
 
 
-def scripted(tokenizer, texts):
+def scripted(tokenizer, texts, ends=True):
   """A policy whose row `i` says `texts[i]`, one turn after the other."""
-  turns = [[letters(tokenizer, t) + [tokenizer.eos_token_id] for t in row]
-           for row in texts]  # fmt: skip
+  end = [tokenizer.eos_token_id] * ends
+  turns = [[letters(tokenizer, t) + end for t in row] for row in texts]
 
   def resume(params, prompt, key_B, now, *, cache, **_):
     out = jax.tree.map(np.array, now)
@@ -69,11 +69,20 @@ def scripted(tokenizer, texts):
   )
 
 
-def play(monkeypatch, folder, texts, make=tools_of_mine.Echo, **settings):
+def play(
+  monkeypatch,
+  folder,
+  texts,
+  make=tools_of_mine.Echo,
+  *,
+  chat=False,
+  ends=True,
+  **settings,
+):
   """Plays scripted conversations; returns problems and experience."""
   tokenizer = tokens.load_tokenizer(folder)
   envs = episodes.envs(
-    folder, make, max_answer_tokens=12, chat=False, **settings
+    folder, make, max_answer_tokens=12, chat=chat, **settings
   )
   source = problems.problems(
     folder,
@@ -83,13 +92,13 @@ def play(monkeypatch, folder, texts, make=tools_of_mine.Echo, **settings):
     prompt_length=4,
     held_out=2,
     held_out_batch=2,
-    chat=False,
+    chat=chat,
   )
   _, problem = source.next(source.init(0), {})
   # A script is Python, so its stage runs as it is.
   monkeypatch.setattr(jax, 'jit', lambda f, **_: f)
   run = conversation.converse(
-    scripted(tokenizer, texts), 'say', envs=envs, max_turns=4
+    scripted(tokenizer, texts, ends), 'say', envs=envs, max_turns=4
   )
   version = base.Version([0] * len(texts), jnp.int32(0))
   key_B = jax.random.split(jax.random.key(0), len(texts))
@@ -122,6 +131,27 @@ def test_trained_ids_are_sampled_ids_and_the_environment_hears_the_text(
   assert problem.answer.reward.tolist() == [3 + 0.5, 1, 2 + 0.25]
   assert problem.answer.terms['heard'].tolist() == [20, 0, 5]
   assert x.truncated.tolist() == [0, 0, 0]
+
+
+TEMPLATE = '{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}'
+
+
+@pytest.mark.parametrize('ends', [True, False])
+def test_a_turn_that_a_text_ends_gets_the_end_token_of_the_template(
+  ends, tmp_path, monkeypatch
+):
+  tokenizer = tokens.train_tokenizer(tmp_path, products.corpus(50), 128)
+  tokenizer.chat_template = TEMPLATE
+  tokenizer.save_pretrained(tmp_path)
+  texts = [['expression', 'stop']]
+  _, x = play(monkeypatch, str(tmp_path), texts, chat=True, ends=ends)
+  said = tokenizer.decode(x.action[0][: int(packing.lengths(x.mask)[0])])
+  (question,) = tokens.decode(tokenizer, *x.obs)
+  assert said == (
+    f'expression<|endoftext|>{question}1expression<|endoftext|>stop'
+    + '<|endoftext|>' * ends
+  )
+  assert x.mask.sum() == len('expression') + len('stop') + 2 * ends
 
 
 def test_an_environment_that_hangs_or_raises_loses_its_own_episode(

@@ -11,7 +11,7 @@ import llama_tokenizer
 import own_data
 from rlinf_jax.data import completions, supervised
 from stages import base
-from stages.language import huggingface, tokens
+from stages.language import huggingface, stops, tokens
 
 USER = {'role': 'user', 'content': '1+1=?'}
 
@@ -243,7 +243,7 @@ def test_sampling_stops_at_the_end_that_examples_teach(tmp_path):
     json.dumps(json.loads(config.read_text()) | {'eos_token_id': 7})
   )
   end = tokens.load_tokenizer(folder).eos_token_id
-  assert end != 7 and huggingface.stop_tokens(folder) == (end, 7)
+  assert end != 7 and stops.stop_tokens(folder) == (end, 7)
 
   row = write(tmp_path, {'prompt': 'a', 'completion': 'x'})
   batch = first(supervised.examples, folder, row)

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers.models.qwen2 import modeling_qwen2
 
-from stages.language import huggingface, language_model
+from stages.language import huggingface, language_model, stops
 from stages.models import families, transformer
 from stages.models.files import weights
 from stages.models.layers import rope
@@ -233,16 +233,16 @@ def test_a_broken_configuration_is_a_sentence(tmp_path):
 
 
 def test_end_tokens_are_read_from_either_file(tmp_path):
-  assert huggingface.stop_tokens(tmp_path) == ()
+  assert stops.stop_tokens(tmp_path) == ()
   write(tmp_path)
-  assert huggingface.stop_tokens(tmp_path) == ()
+  assert stops.stop_tokens(tmp_path) == ()
   write(tmp_path, eos_token_id=5)
-  assert huggingface.stop_tokens(tmp_path) == (5,)
+  assert stops.stop_tokens(tmp_path) == (5,)
   generation = tmp_path / 'generation_config.json'
   generation.write_text('{"eos_token_id": [7, 8]}')
-  assert huggingface.stop_tokens(tmp_path) == (7, 8)
+  assert stops.stop_tokens(tmp_path) == (7, 8)
   generation.write_text('{"temperature": 0.7}')
-  assert huggingface.stop_tokens(tmp_path) == (5,)
+  assert stops.stop_tokens(tmp_path) == (5,)
 
 
 def make(folder, config=SMALL, seed=0):
@@ -275,7 +275,7 @@ def test_a_new_model_can_be_loaded_by_transformers(tied, tmp_path):
   with torch.no_grad():
     want = model(torch.tensor(token)).logits
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
-  assert huggingface.stop_tokens(tmp_path / 'model') == (3,)
+  assert stops.stop_tokens(tmp_path / 'model') == (3,)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +328,7 @@ def test_an_exported_model_can_be_loaded_by_transformers(
   assert model.dtype == getattr(torch, dtype)
 
 
-@pytest.mark.parametrize('name', huggingface.TOKENIZERS)
+@pytest.mark.parametrize('name', stops.TOKENIZERS)
 def test_an_export_has_every_file_of_a_tokenizer(name, tmp_path):
   source, folder = tmp_path / 'source', tmp_path / 'model'
   params = make(source)

@@ -17,7 +17,8 @@ class Slots(NamedTuple):
 
   Attributes:
     row_M: index of the row; B, the number of rows, where a slot is empty.
-    is_open_M: whether the row has not ended.
+    is_open_M: whether the row goes on.
+    ended_M: whether its latest token has ended it, rather than a limit.
     length_M: tokens that have been sampled of it.
     prompt_M: columns of its prompt: tokens but for the last.
     position_M: position of the last token of its prompt.
@@ -27,10 +28,13 @@ class Slots(NamedTuple):
     action_MT: sampled tokens.
     logp_MT: their log-probabilities.
     expert: experts of the tokens read, [M, T, L, k]; or None.
+    text_M: states of the automaton of texts that end rows, see `stop_texts`;
+      None without any.
   """
 
   row_M: Array
   is_open_M: Array
+  ended_M: Array
   length_M: Array
   prompt_M: Array
   position_M: Array
@@ -39,6 +43,7 @@ class Slots(NamedTuple):
   action_MT: Array
   logp_MT: Array
   expert: Array | None = None
+  text_M: Array | None = None
 
 
 class Queue(NamedTuple):
@@ -100,6 +105,7 @@ def empty(
     slots=Slots(
       row_M=jnp.full(slots, rows, jnp.int32),
       is_open_M=zeros(dtype=bool),
+      ended_M=zeros(dtype=bool),
       length_M=zeros(),
       prompt_M=zeros(),
       position_M=zeros(),
@@ -144,7 +150,6 @@ def replace_ended(
   layers,
   split: prefill.SplitPrompt,
   group_size: int,
-  stop: tuple[int, ...],
   queue: Queue,
   state: LoopState,
 ) -> LoopState:
@@ -163,7 +168,7 @@ def replace_ended(
   def replace(carry):
     count, state = carry
     m = jnp.argmax(is_due(state))
-    written = _write_row(state, m, stop)
+    written = _write_row(state, m)
     slots = _enter(layers, split, group_size, queue, state, m)
     enters = (state.next_row < queue.count).astype(jnp.int32)
     completions, expert = written
@@ -178,9 +183,7 @@ def replace_ended(
   return jax.lax.while_loop(condition, replace, (zero, state))[1]
 
 
-def _write_row(
-  state: LoopState, m, stop
-) -> tuple[base.Completions, Array | None]:
+def _write_row(state: LoopState, m) -> tuple[base.Completions, Array | None]:
   """The output, with the row of slot `m` written to it unless `m` is empty."""
   now, old = state.slots, state.completions
   B, T = old.mask.shape
@@ -188,7 +191,6 @@ def _write_row(
   mask_T = jnp.arange(T) < length
   action_T = jnp.where(mask_T, now.action_MT[m], 0)
   logp_T = jnp.where(mask_T, now.logp_MT[m], 0)
-  is_stopped = is_stop(action_T[length - 1], stop)
 
   def put(x, new):
     # An empty slot has row B. The update clips it to B - 1, whose values must
@@ -199,7 +201,7 @@ def _write_row(
     put(old.action, action_T),
     put(old.logp, logp_T),
     put(old.mask, mask_T),
-    put(old.alive, ~is_stopped),
+    put(old.alive, ~now.ended_M[m]),
   )
   if state.expert is None:
     return completions, None
@@ -226,12 +228,17 @@ def _enter(
     slot_cache.enter(cache, kv_cache.LayerCache(*prompt), split.mask_NP, n, m)
     for cache, (_, *prompt) in zip(now.caches, layers, strict=True)
   )
+  text_M = now.text_M
+  if text_M is not None:
+    text_M = _put_row(text_M, m, jnp.zeros((), text_M.dtype))
   return now._replace(
     row_M=_put_row(now.row_M, m, row),
     is_open_M=_put_row(now.is_open_M, m, row < B),
+    ended_M=_put_row(now.ended_M, m, jnp.zeros((), bool)),
     length_M=_put_row(now.length_M, m, jnp.zeros((), jnp.int32)),
     prompt_M=_put_row(now.prompt_M, m, tokens),
     position_M=_put_row(now.position_M, m, split.position_B[n * group_size]),
     token_M=_put_row(now.token_M, m, split.token_B[n * group_size]),
     caches=caches,
+    text_M=text_M,
   )

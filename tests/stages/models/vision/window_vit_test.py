@@ -13,7 +13,7 @@ from transformers import vision_utils
 
 from sharding import mesh as mesh_lib
 from sharding import rules
-from stages.language import huggingface, language_model, sample
+from stages.language import huggingface, language_model, sample, stops
 from stages.models import block, transformer
 from stages.models.files import weights
 from stages.models.vision import patches, window_vit
@@ -220,7 +220,7 @@ def test_transformers_reads_what_is_written(case, tmp_path):
     tmp_path, case.params, case.config, model_type='qwen2_5_vl', eos_token_id=1
   )
   assert huggingface.load_config(tmp_path) == case.config
-  assert huggingface.stop_tokens(tmp_path) == (1,)
+  assert stops.stop_tokens(tmp_path) == (1,)
   read = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
   with torch.no_grad():
     got, want = (m(**case.inputs).logits for m in (read, case.torch))
