@@ -68,8 +68,10 @@ import psutil  # noqa: E402
 import pytest  # noqa: E402
 
 import dimension_letters  # noqa: E402
+import ir_contexts  # noqa: E402
 
 dimension_letters.install()  # Before anything imports `stages`.
+ir_contexts.share()
 
 # Most programs are compiled once: to write them fast is worth more than space.
 compilation_cache.zlib = types.SimpleNamespace(

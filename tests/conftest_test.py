@@ -182,6 +182,24 @@ def test_every_module_of_stages_is_loaded_by_the_check():
   assert jax.device_count() == 8
 
 
+def test_programs_that_a_thread_lowers_share_contexts():
+  found = {}
+
+  def lower(name, count):
+    found[name] = [
+      jax.jit(lambda x: x + i).lower(1.0).compiler_ir().context
+      for i in range(count)
+    ]
+
+  thread = threading.Thread(target=lower, args=('other', 1))
+  thread.start()
+  thread.join()
+  lower('mine', 5)
+  # One more where the first has reached its limit.
+  assert len({*found['mine']}) <= 2
+  assert not {*found['mine']} & {*found['other']}
+
+
 @pytest.mark.parametrize('processes', [1, 2])
 def test_processes_share_modules_and_each_test_runs_once(
   tmp_path, monkeypatch, processes
