@@ -67,7 +67,7 @@ def ways(args, config, params, prompt, key_B):
 def vllm_way(args, config, params, prompt, length_B):
   """A function that decodes rows of given lengths with vLLM."""
   # The first sets the environment that vLLM is started in.
-  from rlinf_jax.engines import vllm, vllm_engine, vllm_start
+  from rlinf_jax.engines import vllm, vllm_engine, vllm_request, vllm_start
 
   del vllm
   folder = pathlib.Path(tempfile.mkdtemp())
@@ -75,7 +75,7 @@ def vllm_way(args, config, params, prompt, length_B):
   engine = vllm_engine.get(
     vllm_start.Settings(str(folder), config, args.slots, None, None)
   )
-  request = vllm_engine.Request(
+  request = vllm_request.Request(
     params,
     huggingface.names(folder),
     np.asarray(prompt.token).tolist(),

@@ -7,7 +7,6 @@ Its arithmetic differs from the trainer's, which `Policy.out_shapes` tells
 workflows. Running it again gives valid samples, but not identical ones.
 """
 
-from collections.abc import Sequence
 import dataclasses
 import hashlib
 import importlib.util
@@ -20,15 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from rlinf_jax.engines import (
+  vllm_arrays,
   vllm_engine,
   vllm_memory,
   vllm_place,
+  vllm_request,
   vllm_rows,
   vllm_start,
 )
 import stages
 from stages import base, ranges
 from stages.language import huggingface, sample
+from stages.language.decoding import stop_texts as stop_texts_lib
 from stages.models import lora, transformer
 from stages.models.files import naming
 
@@ -58,6 +60,7 @@ def engine(
   response_length: ranges.PositiveInt,
   stop: tuple[int, ...],
   sampling: sample.Sampling,
+  stop_texts: stop_texts_lib.StopTexts | None = None,
   max_num_seqs: int = 256,
   kv_cache_memory_bytes: int | None = None,
   max_model_len: int | None = None,
@@ -74,6 +77,7 @@ def engine(
     stop: ids of the tokens that end a completion.
     sampling: distribution to sample from. Among logits that are equal at the
       edge of top-p, vLLM keeps one and the policy keeps all.
+    stop_texts: texts that end a completion; None for none.
     max_num_seqs: maximum number of completions decoded at once.
     kv_cache_memory_bytes: memory of each device for keys and values; that of
       `max_num_seqs` completions if None, as far as the device has it left.
@@ -105,7 +109,9 @@ def engine(
   draw = dataclasses.asdict(sampling)
   draw['top_k'] = sampling.top_k if sampling.top_k < config.V else 0
   limits = {'max_tokens': response_length, 'stop_token_ids': list(stop)}
-  generator = _Generator(shared, names, response_length, draw, limits)
+  generator = _Generator(
+    shared, names, response_length, draw, limits, stop_texts
+  )
   token_bytes = vllm_memory.token_bytes(config)
   return policy._replace(
     act=generator.act,
@@ -132,6 +138,7 @@ class _Generator:
     response_length: maximum tokens of a completion.
     draw: arguments of vLLM's `SamplingParams`: the distribution.
     limits: arguments of it that end a completion.
+    stop_texts: texts that do; None for none.
     rows: those that go on between calls of `resume`.
   """
 
@@ -140,6 +147,7 @@ class _Generator:
   response_length: int
   draw: dict[str, Any]
   limits: dict[str, Any]
+  stop_texts: stop_texts_lib.StopTexts | None = None
   rows: vllm_rows.Rows = dataclasses.field(default_factory=vllm_rows.Rows)
 
   def act(
@@ -163,9 +171,7 @@ class _Generator:
     # vLLM's prefix cache recognizes the equal prompts of a group by itself.
     return stages.Deferred(
       self._submit(params, prompts, settings, length, group_size),
-      lambda completions: _experience(
-        prompt, completions, self.response_length
-      ),
+      lambda found: vllm_arrays.experience(prompt, found, self.response_length),
     )
 
   def out_shapes(self, params, prompt, key_B):
@@ -202,13 +208,14 @@ class _Generator:
     length_B = completions.mask.sum(1).astype(int)
     open_B = completions.alive & (length_B < T)
     rows = np.flatnonzero(open_B)
-    prompts, settings = [], []
+    prompts, settings, states = [], [], []
     draw = self._draw(greedy, temperature)
     for i in rows:
       n, real_P = length_B[i], prompt.mask[i] > 0
-      prompts.append(
-        [*prompt.token[i, real_P].tolist(), *_tokens(completions, i)]
-      )
+      said = vllm_arrays.tokens(completions, i)
+      prompts.append([*prompt.token[i, real_P].tolist(), *said])
+      if self.stop_texts:
+        states.append(self.stop_texts.after(said))
       # Without the length, a row would sample its first tokens again.
       seed = _seed(bits_B[i] + (n.tobytes() if n else b''))
       left = {'max_tokens': int(T - n), 'seed': seed}
@@ -221,17 +228,22 @@ class _Generator:
 
     length = prompt.token.shape[1] + self.response_length
     if in_background:
-      requests = self._requests(params, prompts, settings, length)
+      requests = [
+        self._request(params, [x], [how], length, state)
+        for x, how, *state in zip(
+          prompts, settings, *[states] * bool(states), strict=True
+        )
+      ]
       engines = self._engines_of(params, rows, B, group_size)
       pairs = list(zip(engines, requests, strict=True))
       future = self.rows.await_some(pairs, should_stop)
     else:
       hear = heard and (lambda i, *new: heard(*new))
       future = self._submit(
-        params, prompts, settings, length, 1, should_stop, hear
+        params, prompts, settings, length, 1, should_stop, hear, states
       )
     return stages.Deferred(
-      future, lambda new: _extended(completions, rows, new)
+      future, lambda new: vllm_arrays.extended(completions, rows, new)
     )
 
   def _draw(self, greedy: bool, temperature: float | None = None) -> dict:
@@ -242,14 +254,20 @@ class _Generator:
       return self.draw
     return self.draw | {'temperature': temperature}
 
-  def _requests(
-    self, params, prompts, settings, length: int
-  ) -> list[vllm_engine.Request]:
-    """A request for each prompt."""
-    return [
-      vllm_engine.Request(params, self.names, [one], [how], length)
-      for one, how in zip(prompts, settings, strict=True)
-    ]
+  def _request(
+    self, params, prompts, settings, length: int, states, *how
+  ) -> vllm_request.Request:
+    """A request for some prompts."""
+    return vllm_request.Request(
+      params,
+      self.names,
+      prompts,
+      settings,
+      length,
+      *how,
+      stop_texts=self.stop_texts,
+      states=states,
+    )
 
   def _engines_of(
     self, params, rows, B: int, group_size: int
@@ -289,6 +307,7 @@ class _Generator:
     group_size,
     should_stop=None,
     heard=None,
+    states=(),
   ) -> vllm_place.Joined:
     """Submits prompts to the engines of the place that holds `params`."""
     engines = self._engines(params)
@@ -299,8 +318,14 @@ class _Generator:
     started = []
     for engine, rows, stop in zip(engines, parts, stops, strict=True):
       if prompts[rows]:
-        request = vllm_engine.Request(
-          params, self.names, prompts[rows], settings[rows], length, stop, heard
+        request = self._request(
+          params,
+          prompts[rows],
+          settings[rows],
+          length,
+          states[rows],
+          stop,
+          heard,
         )
         started.append(engine.submit(request))
     return vllm_place.Joined(started)
@@ -359,39 +384,3 @@ def _bits(key_B) -> list[bytes]:
 
 def _seed(bits: bytes) -> int:
   return int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest()) >> 1
-
-
-def _tokens(completions: base.Completions, i: int) -> list[int]:
-  """The tokens of row `i`."""
-  return completions.action[i, completions.mask[i] > 0].tolist()
-
-
-def _extended(
-  completions: base.Completions,
-  rows,
-  new: Sequence[vllm_engine.Completion | None],
-) -> base.Completions:
-  """Completions with the tokens `new`, if there are some, put behind `rows`."""
-  action, logp, mask, alive = map(np.array, completions)
-  for i, row in zip(rows, new, strict=True):
-    if row is None:
-      continue
-    n = int(mask[i].sum())
-    here = slice(n, n + len(row.token))
-    action[i, here], logp[i, here], mask[i, here] = row.token, row.logp, 1
-    alive[i] = not row.ended
-  return base.Completions(action, logp, mask, alive)
-
-
-def _experience(
-  prompt, completions: Sequence[vllm_engine.Completion], T: int
-) -> base.Experience:
-  """Completions as arrays with T columns, zero after the end of a row."""
-  B = len(completions)
-  action_BT = np.zeros((B, T), np.int32)
-  logp_BT, mask_BT = np.zeros((2, B, T), np.float32)
-  for i, row in enumerate(completions):
-    n = len(row.token)
-    action_BT[i, :n], logp_BT[i, :n], mask_BT[i, :n] = row.token, row.logp, 1
-  truncated_B = np.array([not row.ended for row in completions], np.float32)
-  return base.Experience(prompt, action_BT, logp_BT, mask_BT, truncated_B)

@@ -9,87 +9,13 @@ place uses them.
 
 import atexit
 import collections
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence
 from concurrent import futures
-import dataclasses
 import functools
 import threading
-from typing import Any, NamedTuple
 
-from rlinf_jax.engines import vllm_instance, vllm_start
+from rlinf_jax.engines import vllm_instance, vllm_request, vllm_start
 from rlinf_jax.runtime import lease as lease_lib
-from stages.models.files import naming
-
-Heard = Callable[[int, Sequence[int], Sequence[float]], None]
-
-
-class Completion(NamedTuple):
-  """The completion of one prompt.
-
-  Attributes:
-    token: token ids, including the end token.
-    logp: log-probability of each under the sampling distribution.
-    ended: whether it ended with an end token, not by the length limit.
-    kept: tokens of the prompt whose keys and values vLLM had kept.
-  """
-
-  token: Sequence[int]
-  logp: Sequence[float]
-  ended: bool
-  kept: int = 0
-
-
-class Request(NamedTuple):
-  """Prompts to complete with given parameters.
-
-  Attributes:
-    params: parameters of the model; None for those that vLLM has read itself
-      (`vllm_start.Settings.loads`).
-    names: the checkpoint tensor of each parameter.
-    prompts: token ids.
-    sampling: for each prompt, arguments of vLLM's `SamplingParams`.
-    max_model_len: maximum tokens of a prompt and its completion together.
-    should_stop: whether to stop early, given the indices of prompts that have
-      ended; unfinished completions are then returned as they are. None to
-      finish all.
-    heard: called on the engine's thread with the index of a prompt and its new
-      tokens and their log-probabilities, as they come; None to hear of nothing
-      before the end.
-  """
-
-  params: Any
-  names: dict[str, naming.Tensor]
-  prompts: Sequence[Sequence[int]]
-  sampling: Sequence[dict[str, Any]]
-  max_model_len: int
-  should_stop: Callable[[Set[int]], bool] | None = None
-  heard: Heard | None = None
-
-
-@dataclasses.dataclass(eq=False)
-class _Pending:
-  """A request under way.
-
-  Attributes:
-    request: the request.
-    future: resolves to its completions.
-    finished: finished completions by the index of their prompt.
-    index_of: indices of unfinished prompts by vLLM's request id.
-    tokens: ids and log-probabilities that vLLM has returned of each prompt.
-  """
-
-  request: Request
-  future: futures.Future
-  finished: dict[int, Completion] = dataclasses.field(default_factory=dict)
-  index_of: dict[str, int] = dataclasses.field(default_factory=dict)
-  tokens: dict[int, tuple[list[int], list[float]]] = dataclasses.field(
-    default_factory=dict
-  )
-
-  def completion(self, i: int, ended: bool, kept: int = 0) -> Completion:
-    """The completion of prompt `i` so far."""
-    token, logp = self.tokens.get(i, ((), ()))
-    return Completion(tuple(token), tuple(logp), ended, kept)
 
 
 class Engine:
@@ -109,8 +35,8 @@ class Engine:
     self._num_requests = 0
     self._changed, self._thread = threading.Condition(), None
     self._closing = False
-    self._waiting: collections.deque[_Pending] = collections.deque()
-    self._running: list[_Pending] = []
+    self._waiting: collections.deque[vllm_request.Pending] = collections.deque()
+    self._running: list[vllm_request.Pending] = []
     self._shares_devices = False
     self._sleep_requested: futures.Future | None = None
 
@@ -119,7 +45,9 @@ class Engine:
     """vLLM's own engine; None before it is started."""
     return self._instance.llm if self._instance else None
 
-  def submit(self, request: Request) -> futures.Future[list[Completion]]:
+  def submit(
+    self, request: vllm_request.Request
+  ) -> futures.Future[list[vllm_request.Completion]]:
     """Submits prompts; they are decoded as soon as there is room.
 
     Parameters are sent to vLLM only if they are other arrays than last time:
@@ -132,10 +60,12 @@ class Engine:
     return self.submit_all([request])[0]
 
   def submit_all(
-    self, requests: Sequence[Request]
-  ) -> list[futures.Future[list[Completion]]]:
+    self, requests: Sequence[vllm_request.Request]
+  ) -> list[futures.Future[list[vllm_request.Completion]]]:
     """Submits requests, which start together; as `submit`."""
-    pending = [_Pending(request, futures.Future()) for request in requests]
+    pending = [
+      vllm_request.Pending(request, futures.Future()) for request in requests
+    ]
     lease = lease_lib.current()
     if lease and self.sleep not in lease.on_release:
       lease.on_release.append(self.sleep)
@@ -253,13 +183,13 @@ class Engine:
       except Exception as error:  # noqa: BLE001 (other requests continue)
         self._fail(pending, self._explained(error))
 
-  def _add(self, pending: _Pending):
+  def _add(self, pending: vllm_request.Pending):
     """Adds the prompts of a request to vLLM."""
     import vllm
     from vllm import sampling_params
 
     request, kinds = pending.request, sampling_params.RequestOutputKind
-    as_they_come = request.should_stop or request.heard
+    as_they_come = request.should_stop or request.heard or request.stop_texts
     kind = kinds.DELTA if as_they_come else kinds.FINAL_ONLY
     pairs = zip(request.prompts, request.sampling, strict=True)
     for i, (prompt, sampling) in enumerate(pairs):
@@ -299,21 +229,21 @@ class Engine:
       x for x in self._running if x.future.cancelled() or not x.future.done()
     ]
 
-  def _hear(self, pending: _Pending, output):
+  def _hear(self, pending: vllm_request.Pending, output):
     """Adds new tokens to the request that they are of."""
     i, new = pending.index_of[output.request_id], output.outputs[0]
-    token, logp = pending.tokens.setdefault(i, ([], []))
-    token.extend(new.token_ids)
-    logp.extend(new.logprobs.logprobs)
-    if pending.request.heard:
-      pending.request.heard(i, new.token_ids, new.logprobs.logprobs)
+    at_text = pending.add(i, new.token_ids, new.logprobs.logprobs)
+    if not (at_text or output.finished):
+      return
     if output.finished:
       self.check(i, new)
-      ended, kept = new.finish_reason == 'stop', output.num_cached_tokens or 0
-      pending.finished[i] = pending.completion(i, ended, kept)
-      del pending.index_of[output.request_id], pending.tokens[i]
+    else:
+      self.llm.abort_request([output.request_id])
+    ended, kept = new.finish_reason == 'stop', output.num_cached_tokens or 0
+    pending.finished[i] = pending.completion(i, at_text or ended, kept)
+    del pending.index_of[output.request_id], pending.tokens[i]
 
-  def _resolve(self, pending: _Pending):
+  def _resolve(self, pending: vllm_request.Pending):
     """Resolves a request if all its prompts have ended, or enough of them."""
     should_stop = pending.request.should_stop
     if (
@@ -331,7 +261,7 @@ class Engine:
     ):
       future.set_result([finished[i] for i in range(len(finished))])
 
-  def _fail(self, pending: _Pending, error: BaseException):
+  def _fail(self, pending: vllm_request.Pending, error: BaseException):
     """Fails a request."""
     if pending in self._running:
       self._running.remove(pending)

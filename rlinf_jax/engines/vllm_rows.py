@@ -13,7 +13,7 @@ import threading
 from typing import NamedTuple
 import weakref
 
-from rlinf_jax.engines import vllm_engine, vllm_instance
+from rlinf_jax.engines import vllm_engine, vllm_instance, vllm_request
 
 Key = tuple  # Of a request with one prompt: its prompt and its samples.
 
@@ -34,7 +34,7 @@ class Rows:
 
   def await_some(
     self,
-    requests: Sequence[tuple[vllm_engine.Engine, vllm_engine.Request]],
+    requests: Sequence[tuple[vllm_engine.Engine, vllm_request.Request]],
     should_stop: Callable[[Set[int]], bool],
   ) -> 'Some':
     """Starts rows that are not under way, to wait for enough of them.
@@ -93,7 +93,7 @@ class Some:
     for future in rows:
       future.add_done_callback(lambda _: self._ended.set())
 
-  def result(self) -> list[vllm_engine.Completion | None]:
+  def result(self) -> list[vllm_request.Completion | None]:
     """Waits for enough rows; None for those that go on.
 
     If one fails, the others are not needed.
@@ -132,6 +132,6 @@ class Some:
     return {i for i, future in enumerate(self._futures) if future.done()}
 
 
-def _key(request: vllm_engine.Request) -> Key:
+def _key(request: vllm_request.Request) -> Key:
   (prompt,), (sampling,) = request.prompts, request.sampling
   return (*prompt, sampling['seed'], sampling['temperature'])

@@ -146,7 +146,7 @@ def _ignored(config: transformer.Config) -> frozenset[str]:
   return frozenset({'lm_head.weight'} if config.tie_embeddings else ())
 
 
-def _check_engine(slots: int | None, replay_routing: bool, stop_texts):
+def _check_engine(slots: int | None, replay_routing: bool):
   """Refuses what only generation with the model itself can do."""
   if slots is not None:
     raise ValueError(
@@ -159,11 +159,6 @@ def _check_engine(slots: int | None, replay_routing: bool, stop_texts):
       'replay_routing is on, and an engine generates, which does not say which '
       'experts it has used: generate in JAX, or set replay_routing to False '
       '(REPLAY in gin).'
-    )
-  if stop_texts:
-    raise ValueError(
-      f'stop_texts={stop_texts!r} end completions that are generated in JAX, '
-      'and an engine generates: leave out one of them.'
     )
 
 
@@ -198,19 +193,19 @@ def policy(
     packed_tokens: likewise.
     replay_routing: likewise.
     engine: an engine that generates in place of the model, such as vLLM:
-      `policy, *, checkpoint, config, names, response_length, stop, sampling ->
-      policy`; None to generate with the model itself.
+      `policy, *, checkpoint, config, names, response_length, stop, sampling,
+      stop_texts -> policy`; None to generate with the model itself.
     lora: adapters that are trained in place of the weights, which are then held
       in the type of the arithmetic; None to train the weights.
     stop_texts: texts that end a completion, with the token in which one ends;
       of a conversation, they end a turn.
 
   Raises:
-    ValueError: for both an engine and slots, `replay_routing` or `stop_texts`,
-      or texts that the tokenizer cannot write.
+    ValueError: for both an engine and slots or `replay_routing`, or for texts
+      that the tokenizer cannot write.
   """
   if engine is not None:
-    _check_engine(slots, replay_routing, stop_texts)
+    _check_engine(slots, replay_routing)
   settings = {'dtype': dtype, 'remat': remat, 'attention': attention}
   config, start = load_config(checkpoint, **settings), None
   if config.vision is not None and (engine is not None or lora):
@@ -232,6 +227,7 @@ def policy(
     'response_length': response_length,
     'stop': stops.stop_tokens(checkpoint),
     'sampling': sampling,
+    'stop_texts': stops.automaton(checkpoint, stop_texts, config.V),
   }
   result = language_model.policy(
     config,
@@ -241,7 +237,6 @@ def policy(
     slots=slots,
     packed_tokens=packed_tokens,
     replay_routing=replay_routing,
-    stop_texts=stops.automaton(checkpoint, stop_texts, config.V),
   )
   if engine is not None:
     result = engine(

@@ -57,6 +57,27 @@ class StopTexts:
     class_B = jnp.asarray(self.class_V)[token_B]
     return jnp.asarray(self.next_CS)[class_B, state_B % S]
 
+  def after(self, token_T: Sequence[int]) -> int:
+    """The state after the tokens of one row, as `begin`, on the host."""
+    state, S = 0, self.next_CS.shape[1]
+    for token in token_T[-self.longest :]:
+      state = int(self.next_CS[self.class_V[token], state]) % S
+    return state
+
+  def read(self, state: int, token_T: Sequence[int]) -> tuple[int, int, bool]:
+    """Reads tokens of one row on the host, to the first that ends a text.
+
+    Returns:
+      The number of tokens that were read, the state after them, and whether a
+      text ended.
+    """
+    S = self.next_CS.shape[1]
+    for i, token in enumerate(token_T):
+      state = int(self.next_CS[self.class_V[token], state % S])
+      if state >= S:
+        return i + 1, state, True
+    return len(token_T), state, False
+
   def has_ended(self, state_B):
     """Whether a text ended in the latest token of each row."""
     return state_B >= self.next_CS.shape[1]

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rlinf_jax.engines import vllm_engine, vllm_start
+from rlinf_jax.engines import vllm_engine, vllm_request, vllm_start
 
 SETTINGS = vllm_start.Settings('nowhere', '', 1, 1, None)
-REQUEST = vllm_engine.Request(None, {}, [[1]], [{}], 8)
+REQUEST = vllm_request.Request(None, {}, [[1]], [{}], 8)
 
 
 def test_a_request_that_comes_while_vllm_ends_fails(monkeypatch):

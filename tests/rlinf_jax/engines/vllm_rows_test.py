@@ -4,7 +4,7 @@ from concurrent import futures
 
 import jax.numpy as jnp
 
-from rlinf_jax.engines import vllm_engine, vllm_rows
+from rlinf_jax.engines import vllm_request, vllm_rows
 
 
 class Engine:
@@ -20,7 +20,7 @@ class Engine:
 
 
 def request(params, token):
-  return vllm_engine.Request(
+  return vllm_request.Request(
     params, {}, [[token]], [{'seed': token, 'temperature': 1.0}], 8
   )
 

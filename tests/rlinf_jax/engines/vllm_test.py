@@ -9,7 +9,9 @@ import pytest
 
 import claims
 from rlinf_jax.engines import vllm_engine, vllm_instance, vllm_memory
-from stages.language import huggingface, sample
+from stages import base
+from stages.language import huggingface, sample, stops
+from stages.language.decoding import stop_texts
 from stages.models import lora
 import tiny
 import vllm_models
@@ -113,6 +115,35 @@ def test_greedy_completions_equal_those_of_the_model(case):
   vllm_models.assert_close_where_real(got.logp, want.logp, got.mask)
   assert {0.0, 1.0} == set(np.asarray(got.truncated))
   assert len(set(np.asarray(got.mask).sum(1))) > 2
+
+
+def test_texts_end_the_completions_of_the_model_at_the_same_tokens(
+  case, monkeypatch
+):
+  letters = [b'abc'[i % 3 : i % 3 + 1] for i in range(case.sizes['vocab_size'])]
+  found = stop_texts.make(('aca', 'bb'), letters)
+  monkeypatch.setattr(stops, 'automaton', lambda *given: found)
+  policy, own = case.policy(), case.policy(engine=None)
+  params, prompt = policy.init(jax.random.key(0)), vllm_models.prompts(32)
+  got = vllm_models.act(policy, params, prompt, greedy=True)
+  want = vllm_models.act(own, params, prompt, greedy=True)
+  monkeypatch.setattr(stops, 'automaton', lambda *given: None)
+  whole = vllm_models.act(case.policy(), params, prompt, greedy=True)
+  for name in ('action', 'mask', 'truncated'):
+    np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+  assert np.asarray(got.mask).sum() < 0.8 * np.asarray(whole.mask).sum()
+  # A text may have begun before a completion was interrupted.
+  kept = (np.arange(vllm_models.LENGTH) < 3) * np.asarray(want.mask)
+  draft = base.Completions(
+    *(np.asarray(x) * kept for x in (want.action, want.logp)),
+    kept,
+    (np.asarray(want.truncated) > 0) | (np.asarray(want.mask).sum(1) > 3),
+  )
+  draft = draft._replace(action=draft.action.astype(np.int32))
+  keys = jax.random.split(jax.random.key(0), 32)
+  again = policy.resume(params, prompt, keys, draft, greedy=True).result()
+  np.testing.assert_array_equal(again.action, want.action)
+  np.testing.assert_array_equal(again.alive, np.asarray(want.truncated) > 0)
 
 
 def test_frequencies_are_those_of_the_model(case):

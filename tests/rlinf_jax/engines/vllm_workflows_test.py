@@ -11,7 +11,13 @@ import pytest
 
 import in_memory
 from planner.ir import plan as plan_lib
-from rlinf_jax.engines import vllm, vllm_engine, vllm_instance, vllm_start
+from rlinf_jax.engines import (
+  vllm,
+  vllm_engine,
+  vllm_instance,
+  vllm_request,
+  vllm_start,
+)
 from rlinf_jax.runtime import local
 import stages
 from stages import base, workflows
@@ -253,7 +259,7 @@ def test_requests_with_the_same_parameters_are_decoded_together(case):
 def test_requests_fail_when_the_engine_closes():
   settings = vllm_start.Settings('nowhere', '', 1, 1, None)
   engine = vllm_engine.Engine(settings)
-  failing = engine.submit(vllm_engine.Request({}, {}, [[1]], [{}], 8))
+  failing = engine.submit(vllm_request.Request({}, {}, [[1]], [{}], 8))
   assert failing.exception(timeout=60) is not None
   engine.close()
   assert engine.llm is None

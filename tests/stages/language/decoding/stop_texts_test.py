@@ -56,6 +56,10 @@ def test_a_text_is_found_in_any_tokens(texts):
   want = [first_end(row, texts) for row in token_BT]
   assert ended_B.tolist() == [-1 if x is None else x for x in want]
   assert 0 < (ended_B >= 0).sum() < 300
+  # On the host, where an engine generates.
+  for row, t in zip(token_BT, want, strict=True):
+    count, _, is_end = found.read(0, row)
+    assert (count, is_end) == ((12, False) if t is None else (t + 1, True))
   # After what earlier calls drew, the state is that of all their tokens.
   length_B = rng.integers(0, 13, 300)
   mask_BT = (np.arange(12) < length_B[:, None]).astype(np.float32)
@@ -65,6 +69,10 @@ def test_a_text_is_found_in_any_tokens(texts):
     state_B = jnp.where(mask_BT[:, t] > 0, next_B, state_B)
   begun = base.Completions(jnp.asarray(token_BT), mask_BT, mask_BT, None)
   np.testing.assert_array_equal(found.begin(begun), state_B)
+  after = [
+    found.after(row[:n]) for row, n in zip(token_BT, length_B, strict=True)
+  ]
+  np.testing.assert_array_equal(after, state_B)
 
 
 @functools.cache
