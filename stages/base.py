@@ -271,7 +271,8 @@ class Policy(NamedTuple):
       more than float32's rounding, as in bfloat16. Losses then use the former
       and weigh actions by the ratio, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
-      it uses them; None where it rounds none.
+      it uses them, and `act` and `resume` where no engine acts; None where they
+      round none.
     packed_tokens: room of a packed row in tokens, see
       `stages.language.scoring.packing`; None without packing.
     imitation_loss: `params, obs, action, keys, *, train -> loss`, one number a

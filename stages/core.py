@@ -1,6 +1,6 @@
 """Stage, the unit that plans place and cut: a named pure function."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import math
@@ -199,6 +199,9 @@ class Stage:
       for others, and for host stages whose arithmetic is not on accelerators.
     awaited: `rows -> answers`: for how many answers a call of so many rows
       waits, of a host stage that asks others, such as tools; None for others.
+    rounds: for positions of arguments, `argument -> argument` with leaves in
+      the types to which `fn` rounds them before it uses them. A place all of
+      whose stages round a value so may hold it rounded, which changes no bit.
   """
 
   fn: Callable[..., Any]
@@ -213,6 +216,9 @@ class Stage:
   asynchronous: bool = False
   engine: EngineCost | None = None
   awaited: Callable[[int], int] | None = None
+  rounds: Mapping[int, Callable[[Any], Any]] = dataclasses.field(
+    default_factory=dict
+  )
 
   def __post_init__(self):
     if self.host and self.out_shapes is None:

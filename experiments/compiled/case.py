@@ -45,6 +45,8 @@ class Case:
     remat: activations that `gradient` stores, as in `stages.remat`.
     offload: stages whose own carried values are in host memory.
     stages: names of the stages to compile.
+    apart: whether these have a place of their own, which takes turns with that
+      of the others on the same devices.
     options: of the compiler, in place of its defaults.
     bindings: what its cluster's file has otherwise.
   """
@@ -64,6 +66,7 @@ class Case:
   remat: str = 'nothing_saveable'
   offload: tuple[str, ...] = ()
   stages: tuple[str, ...] = ('gradient', 'apply')
+  apart: bool = False
   options: Mapping[str, bool | int] = dataclasses.field(default_factory=dict)
   bindings: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
@@ -134,6 +137,14 @@ def _planned(case: Case, topology):
     offload=tuple(case.offload),
     compiler_options=options,
   )
+  if case.apart:
+    places = dict.fromkeys(('all', 'own'), placement)
+    plan = dataclasses.replace(
+      plan,
+      places=places,
+      stages=dict(plan.stages) | dict.fromkeys(case.stages, 'own'),
+      shared_devices=tuple(places),
+    )
   return flow, model, plan
 
 

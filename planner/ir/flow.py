@@ -71,6 +71,7 @@ class Recorder:
   def __init__(self):
     self.nodes: list[graph.Node] = []
     self.values: list[graph.Value] = []
+    self.in_dtype: dict[tuple[int, Any], int] = {}
     self.reads = consumption_lib.ReadTracker()
 
   def new(self, origin: str, path, like) -> Ref:
@@ -117,15 +118,68 @@ class Recorder:
       out_tree,
       consumes=used_up(stage, args),
       body=body,
+      rounded=self.rounded(stage, args, likes),
     )
     if body:
       used = {v for inner in body.nodes for v in inner.consumes}
       used = frozenset(v for x, v in node.ids_before.items() if x in used)
       node = dataclasses.replace(node, consumes=used)
+      for x, dtype in body.in_dtype:
+        if x in body.inputs:
+          self.round(node.ids_before[x], dtype)
     self.check(node)
     self.reads.add(stage.name, reads, node.consumes, self.name)
     self.nodes.append(node)
     return made
+
+  def rounded(self, stage, args, likes) -> tuple[tuple[int, int], ...]:
+    """Returns the values that a stage rounds, as `graph.Node.rounded`.
+
+    Values with rows are left out, and those that it also reads as they are.
+    """
+    rounds = getattr(stage, 'rounds', None)
+    if not rounds:
+      return ()
+    made = tuple(
+      jax.eval_shape(rounds[i], like) if i in rounds else like
+      for i, like in enumerate(likes)
+    )
+    if jax.tree.structure(made) != jax.tree.structure(likes):
+      raise TypeError(
+        f'Stage {stage.name} rounds its arguments to {jax.tree.structure(made)}'
+        f', and was given {jax.tree.structure(likes)}: `rounds` may only '
+        'change types.'
+      )
+    dtypes, rows = {}, with_rows(stage, args)
+    for v, x in zip(jax.tree.leaves(args), jax.tree.leaves(made), strict=True):
+      dtypes.setdefault(v, set()).add(x.dtype)
+    return tuple(
+      (v, self.round(v, dtype))
+      for v, (dtype, *others) in dtypes.items()
+      if not others and dtype != self.values[v].dtype and v not in rows
+    )
+
+  def round(self, v: int, dtype) -> int:
+    """Returns the value that describes `v` in another type."""
+    if (v, dtype) not in self.in_dtype:
+      value = dataclasses.replace(self.values[v], dtype=dtype)
+      self.values.append(value)
+      self.in_dtype[v, dtype] = len(self.values) - 1
+    return self.in_dtype[v, dtype]
+
+  def round_carried(self, carry):
+    """Describes both ends of carried values in the types of either."""
+    known = -1
+    while known < len(self.in_dtype):  # Ends may be starts of other pairs.
+      known = len(self.in_dtype)
+      types = {}
+      for v, dtype in self.in_dtype:
+        types.setdefault(v, []).append(dtype)
+      for start, end in carry:
+        for dtype in types.get(start, ()) if start != end else ():
+          self.round(end, dtype)
+        for dtype in types.get(end, ()) if start != end else ():
+          self.round(start, dtype)
 
   def name(self, v: int) -> str:
     return self.values[v].name
@@ -209,6 +263,7 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
     zip(ids(jax.tree.leaves(carry)), ids(jax.tree.leaves(end)), strict=True)
   )
   recorder.reads.check_end(kept, ids(leaves), recorder.name)
+  recorder.round_carried(kept)
   return graph.Flow(
     nodes=tuple(recorder.nodes),
     values=tuple(recorder.values),
@@ -217,6 +272,7 @@ def trace(step: Callable, carry, *inputs) -> graph.Flow:
     carry=kept,
     out_tree=out_tree,
     carry_tree=jax.tree.structure(carry),
+    rounded=tuple((v, w) for (v, _), w in recorder.in_dtype.items()),
   )
 
 

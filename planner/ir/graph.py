@@ -47,6 +47,8 @@ class Node:
     consumes: ids of those values of `reads` that are used up. No other node
       reads them.
     body: for a loop, one round, whose carry and inputs are `reads`; else None.
+    rounded: pairs of values that the stage rounds before it uses them, and what
+      they are then (`Flow.rounded`).
   """
 
   stage: Any
@@ -58,6 +60,7 @@ class Node:
   piece: tuple[int, int] = (0, 1)
   consumes: frozenset[int] = frozenset()
   body: 'Flow | None' = None
+  rounded: tuple[tuple[int, int], ...] = ()
 
   @property
   def name(self) -> str:
@@ -94,6 +97,12 @@ class Flow:
       step.
     out_tree: the tree structure of the outputs.
     carry_tree: the tree structure of the carried values.
+    rounded: pairs of a value that some stage rounds and a value that describes
+      it in that type. No node makes the latter: a place may hold it in place of
+      the former (`planner.lower.rounding`).
+    read_elsewhere: triples of a stage that reads the state in another flow, the
+      number of a value in the carry, and the type to which the stage rounds it;
+      None if it does not.
   """
 
   nodes: tuple[Node, ...]
@@ -103,6 +112,8 @@ class Flow:
   carry: tuple[tuple[int, int], ...]
   out_tree: Any = None
   carry_tree: Any = None
+  rounded: tuple[tuple[int, int], ...] = ()
+  read_elsewhere: tuple[tuple[str, int, Any], ...] = ()
 
   @functools.cached_property
   def stages(self) -> tuple[str, ...]:
@@ -136,6 +147,11 @@ class Flow:
   def constants(self) -> frozenset[int]:
     """Carried values that a step returns as they were, such as frozen ones."""
     return frozenset(start for start, end in self.carry if start == end)
+
+  @functools.cached_property
+  def in_dtype(self) -> dict[tuple[int, Any], int]:
+    """The values of `rounded`, by what they describe and their types."""
+    return {(v, self.values[w].dtype): w for v, w in self.rounded}
 
   @functools.cached_property
   def value_kinds(self) -> tuple[tuple[int, ...], tuple[Value, ...]]:

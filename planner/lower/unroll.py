@@ -15,7 +15,7 @@ def unroll(flow: graph.Flow) -> graph.Flow:
     return flow
   writer = _Writer(flow)
   for node in flow.nodes:
-    writer.add(node, writer.known)
+    writer.add(flow, node, writer.known)
   known = writer.known
   return dataclasses.replace(
     flow,
@@ -23,6 +23,7 @@ def unroll(flow: graph.Flow) -> graph.Flow:
     values=tuple(writer.values),
     outputs=tuple(known.get(v, v) for v in flow.outputs),
     carry=tuple((start, known.get(end, end)) for start, end in flow.carry),
+    rounded=tuple((v, w) for (v, _), w in writer.in_dtype.items()),
   )
 
 
@@ -33,22 +34,29 @@ class _Writer:
     nodes: the nodes of the unrolled flow.
     values: its values, the first of which are those of the original flow.
     known: the new ids of values that loops compute.
+    in_dtype: as `graph.Flow`.
   """
 
   def __init__(self, flow: graph.Flow):
     self.nodes, self.values, self.known = [], list(flow.values), {}
+    self.in_dtype = dict(flow.in_dtype)
 
-  def add(self, node: graph.Node, known: dict[int, int]):
-    """Adds a node with its values renamed by `known`."""
+  def add(self, flow: graph.Flow, node: graph.Node, known: dict[int, int]):
+    """Adds a node of a flow with its values renamed by `known`."""
     if not node.body:
-      self.nodes.append(renamed(node, known))
+      rounded = (
+        (known.get(v, v), flow.values[w].dtype) for v, w in node.rounded
+      )
+      pairs = tuple((v, self.round(v, dtype)) for v, dtype in rounded)
+      node = dataclasses.replace(renamed(node, known), rounded=pairs)
+      self.nodes.append(node)
       return
     body, starts = node.body, [start for start, _ in node.body.carry]
     inner = {v: known.get(x, x) for v, x in node.ids_before.items()}
     for _ in range(graph.rounds(node)):
       for made in body.nodes:
         inner |= {v: self.new(body.values[v]) for v in made.writes}
-        self.add(made, inner)
+        self.add(body, made, inner)
       ends = [inner[end] for _, end in body.carry]
       inner |= dict(zip(starts, ends, strict=True))
     known |= {made: inner[start] for start, made in node.ids_after.items()}
@@ -56,6 +64,13 @@ class _Writer:
   def new(self, value: graph.Value) -> int:
     self.values.append(value)
     return len(self.values) - 1
+
+  def round(self, v: int, dtype) -> int:
+    """Returns the value that describes `v` in another type."""
+    if (v, dtype) not in self.in_dtype:
+      value = dataclasses.replace(self.values[v], dtype=dtype)
+      self.in_dtype[v, dtype] = self.new(value)
+    return self.in_dtype[v, dtype]
 
 
 def renamed(node: graph.Node, known: dict[int, int]) -> graph.Node:

@@ -41,7 +41,10 @@ def moves(choices, choice, share: float):
   at = home[cut.group]
   floating = {i for i, some in cut.floating.items() if len({*home[some]}) > 1}
 
+  held = choices.residence.held(choice.part)
+
   def move(v, source, target):
+    v = held[target].get(v, v)
     return costs.transfer(flow, v, places[source], places[target])
 
   delays = np.zeros((len(cut.bounds.edges), 1))

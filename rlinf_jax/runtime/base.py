@@ -128,6 +128,7 @@ class Place(Protocol):
     donate: Container[int] = (),
     passed: Container[int] | None = None,
     streamed: Mapping[int, int] = types.MappingProxyType({}),
+    rounded: Mapping[int, int] = types.MappingProxyType({}),
   ) -> Any:
     """A function from the leaves that `node` reads to those that it writes.
 
@@ -139,6 +140,7 @@ class Place(Protocol):
         write; None for all.
       streamed: values that it reads in host memory, and what it writes there in
         place of each.
+      rounded: what this place holds in place of values that it reads.
     """
 
   def check_node(self, flow: graph_lib.Flow, node: graph_lib.Node):

@@ -9,7 +9,7 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.lower import recovery
-from rlinf_jax.runtime import base, programs
+from rlinf_jax.runtime import base, programs, rounding
 from rlinf_jax.runtime import interpreter as interpreter_lib
 from rlinf_jax.runtime import mailbox as mailbox_lib
 from rlinf_jax.runtime import place as place_lib
@@ -92,7 +92,8 @@ class Executor:
             layout = place.layout(value, is_hosted=True)
           layouts.setdefault(i, {})[name] = layout
     for i, name, x in state.read(programs.state_shapes(lowered.flow), layouts):
-      self.interpreters[name].state[i] = x
+      dtype = lowered.dtype(lowered.flow.carry[i][0], name)
+      self.interpreters[name].state[i] = rounding.rounded(x, dtype)
 
   def start_writing(self, folder: pathlib.Path) -> Callable[[], None]:
     """Starts to write the carried values that these places own.
@@ -117,13 +118,17 @@ class Executor:
   def leaves(self) -> dict[int, jax.Array]:
     """Carried values that these places own, by number in the carry.
 
-    The first place that holds a value owns it. A step overwrites these arrays.
+    The first place that holds a value owns it. A step overwrites these arrays,
+    but for those of places that hold them rounded.
     """
-    return {
-      i: self.interpreters[first].state[i]
-      for i, (first, *_) in enumerate(self.lowered['step'].resident)
-      if first in self.interpreters
-    }
+    lowered, found = self.lowered['step'], {}
+    for i, (first, *_) in enumerate(lowered.resident):
+      if first in self.interpreters:
+        v, x = lowered.flow.carry[i][0], self.interpreters[first].state[i]
+        is_rounded = v in lowered.rounded[()][first]
+        dtype = lowered.flow.values[v].dtype if is_rounded else None
+        found[i] = rounding.rounded(x, dtype)
+    return found
 
   def wait(self):
     """Blocks until every place has finished all submitted calls.
@@ -162,6 +167,7 @@ class Executor:
         op.donate,
         passed,
         dict(op.streamed),
+        self.lowered[name].rounded[loop][place.name],
       )
       for loop, place, flow, op, passed in self._stage_calls(name)
     }
@@ -226,6 +232,8 @@ class Executor:
   def send(self, frame: StackFrame, v: int, source: str, target: str, x):
     """Sends a value to another place; does not wait for its receiver."""
     channel = frame.channel(v, source, target)
+    dtype = self.lowered[frame.call.flow].dtype(v, target, frame.loop)
+    x = rounding.rounded(x, dtype)
     if target in self.places:
       x = self.places[target].store(frame.flow.values[v], x)
       self.mailbox.put(channel, x)

@@ -12,6 +12,7 @@ import numpy as np
 from planner.ir import flow as flow_lib
 from planner.ir import graph
 from planner.ir import plan as plan_lib
+from planner.lower import rounding
 from stages import base, kernels
 
 AUTO = 'auto'
@@ -24,7 +25,8 @@ def trace_flows(
   key, batch = jax.random.key(seed), first_batch(source, seed)
   state = _state_shapes(workflow, batch, key)
   step = trace_step(workflow, batch, key)
-  return step, _trace_evaluation(workflow, source, state)
+  evaluate = _trace_evaluation(workflow, source, state)
+  return rounding.with_readers(step, evaluate), evaluate
 
 
 def trace_evaluation(

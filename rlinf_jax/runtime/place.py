@@ -198,6 +198,7 @@ class Place:
     donate: Container[int] = (),
     passed: Container[int] | None = None,
     streamed: Mapping[int, int] = types.MappingProxyType({}),
+    rounded: Mapping[int, int] = types.MappingProxyType({}),
   ):
     """A function from the leaves that `node` reads to those that it writes.
 
@@ -209,6 +210,7 @@ class Place:
         write; None for all.
       streamed: values that it reads in host memory, and what it writes there in
         place of each.
+      rounded: what this place holds in place of values that it reads.
 
     Returns:
       The compiled call, or a `HostCall` for a host stage.
@@ -218,9 +220,9 @@ class Place:
       alone = self.mesh is None and self.lease is None and passed is not None
       as_numpy = [alone and v not in passed for v in node.writes]
       return HostCall(self, flow, node, as_numpy)
-    reads = [flow.values[v] for v in node.reads]
+    reads = [flow.values[rounded.get(v, v)] for v in node.reads]
     writes = [flow.values[v] for v in node.writes]
-    donated = self._donatable(flow, node, donate, streamed)
+    donated = self._donatable(flow, node, donate, streamed, rounded)
     pairs = {
       node.reads.index(v): node.writes.index(w) for v, w in streamed.items()
     }
@@ -327,7 +329,9 @@ class Place:
     spec = rules_lib.partition_spec(self.mesh, letters, x.shape, self.rules)
     return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
-  def _donatable(self, flow, node, donate, streamed) -> tuple[int, ...]:
+  def _donatable(
+    self, flow, node, donate, streamed, rounded
+  ) -> tuple[int, ...]:
     """Positions of donated values whose memory some output can reuse."""
 
     def kind_of(v, hosted):
@@ -337,7 +341,7 @@ class Place:
     outputs = [kind_of(v, streamed.values()) for v in node.writes]
     positions = []
     for i, v in enumerate(node.reads):
-      kind = kind_of(v, streamed)
+      kind = kind_of(rounded.get(v, v), streamed)
       if v in donate and math.prod(kind[0]) > 1 and kind in outputs:
         outputs.remove(kind)
         positions.append(i)

@@ -10,7 +10,7 @@ import jax
 
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
-from planner.lower import offloading, passes
+from planner.lower import offloading, passes, rounding
 from planner.lower import program as program_lib
 
 
@@ -22,11 +22,39 @@ class Lowered:
     flow: the flow, cut into pieces and ordered.
     programs: instructions by place.
     resident: places that hold each carried value, by its number in the carry.
+    rounded: what each place holds in place of values of the flow, or of a
+      loop's body, by the node numbers of the enclosing loops
+      (`planner.lower.rounding`).
   """
 
   flow: graph_lib.Flow
   programs: dict[str, tuple[program_lib.Instruction, ...]]
   resident: tuple[tuple[str, ...], ...]
+  rounded: dict[tuple[int, ...], dict[str, rounding.Rounded]]
+
+  def value(
+    self, v: int, place: str, loop: tuple[int, ...] = ()
+  ) -> graph_lib.Value:
+    """The description of a value as a place holds it.
+
+    Args:
+      v: the value.
+      place: name of the place.
+      loop: node numbers of the enclosing loops.
+    """
+    return self.body(loop).values[self.rounded[loop][place].get(v, v)]
+
+  def dtype(self, v: int, place: str, loop: tuple[int, ...] = ()) -> Any:
+    """The type in which a place holds a value rounded; None if it does not."""
+    is_rounded = v in self.rounded[loop][place]
+    return self.value(v, place, loop).dtype if is_rounded else None
+
+  def body(self, loop: tuple[int, ...]) -> graph_lib.Flow:
+    """The body of a loop; the flow itself outside of loops."""
+    flow = self.flow
+    for node in loop:
+      flow = flow.nodes[node].body
+    return flow
 
 
 def lower(
@@ -45,12 +73,13 @@ def lower(
   Raises:
     ValueError: for a plan that a flow cannot follow.
   """
+  if evaluate:
+    step = rounding.with_readers(step, evaluate)
   lowered = {'step': _lower(step, plan)}
   if evaluate:
     uncut = dataclasses.replace(plan, pieces=1, order=())
-    resident = lowered['step'].resident
     idle = _idle(step, evaluate, plan)
-    lowered['evaluate'] = _lower(evaluate, uncut, resident, idle)
+    lowered['evaluate'] = _lower(evaluate, uncut, lowered['step'], idle)
   return lowered
 
 
@@ -86,17 +115,32 @@ def lower_like(
       'The state that this workflow carries has the shapes of its batches, '
       'which differ: leave out buckets, so that all batches have one shape.'
     )
-  return _lower(step, plan, traced.resident)
+  return _lower(step, plan, traced)
 
 
-def _lower(flow, plan, resident=None, idle=None) -> Lowered:
+def _lower(flow, plan, like: Lowered | None = None, idle=None) -> Lowered:
+  """Lowers a flow, with the carried values where and as another has them."""
   starts = [start for start, _ in flow.carry]
-  if resident is not None:
-    resident = dict(zip(starts, resident, strict=True))
-  # Residence is a property of the uncut flow: pieces do not change it.
-  resident = resident or program_lib.homes(flow, plan)
+  if like is None:
+    # Residence is a property of the uncut flow: pieces do not change it.
+    resident, carried = program_lib.homes(flow, plan), None
+  else:
+    resident = dict(zip(starts, like.resident, strict=True))
+    carried = rounding.carried_dtypes(like.flow, like.rounded[()])
   cut, programs = passes.lower(flow, plan, resident=resident, idle=idle)
-  return Lowered(cut, programs, tuple(resident[start] for start in starts))
+  rounded = {(): rounding.held(cut, plan, resident, carried)}
+  _add_bodies(rounded, cut, plan, ())
+  residence = tuple(resident[start] for start in starts)
+  return Lowered(cut, programs, residence, rounded)
+
+
+def _add_bodies(rounded, flow, plan, loop: tuple[int, ...]):
+  """Adds what places hold rounded within the loops of a flow."""
+  for i, node in enumerate(flow.nodes):
+    if node.body:
+      inner = *loop, i
+      rounded[inner] = rounding.in_body(flow, node, plan, rounded[loop])
+      _add_bodies(rounded, node.body, plan, inner)
 
 
 def stage_calls(
@@ -162,7 +206,7 @@ def traffic(
   for source, program in lowered.programs.items():
     for op in program:
       if isinstance(op, program_lib.Send) and op.place != program_lib.SINK:
-        value = lowered.flow.values[op.value]
+        value = lowered.value(op.value, op.place)
         how = transport(source, op.place, value)
         total[source, op.place, how] += value.bytes
   return [(*ends, size) for ends, size in total.items()]
@@ -171,7 +215,7 @@ def traffic(
 def fingerprint(lowered: Mapping[str, Lowered]) -> str:
   """A hash of what two processes must agree on to run parts of one step."""
   facts = [
-    (name, x.programs, x.resident, *_facts(x.flow))
+    (name, x.programs, x.resident, x.rounded, *_facts(x.flow))
     for name, x in sorted(lowered.items())
   ]
   return hashlib.sha256(repr(facts).encode()).hexdigest()

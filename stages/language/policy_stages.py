@@ -56,6 +56,7 @@ def act(
       group_size=group_size,
       divisible_groups=True,
       engine=engine,
+      rounds=rounds(policy),
     )
   return stages.Stage(
     run,
@@ -67,6 +68,20 @@ def act(
     asynchronous=True,
     engine=engine,
   )
+
+
+def rounds(policy: base.Policy) -> dict[int, Callable]:
+  """`Stage.rounds` of a stage in JAX that acts by the `Version` that it takes.
+
+  The version is its first argument.
+  """
+  if policy.round_params is None or policy.out_shapes is not None:
+    return {}
+
+  def rounded_version(actor: base.Version):
+    return actor._replace(params=policy.round_params(actor.params))
+
+  return {0: rounded_version}
 
 
 def score(
@@ -154,6 +169,7 @@ def logp(
     unbatched=(0,),
     group_size=group_size,
     divisible_groups=True,
+    rounds={0: policy.round_params} if policy.round_params else {},
   )
 
   def call(params, x: base.Experience):

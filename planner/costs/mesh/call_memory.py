@@ -1,5 +1,8 @@
 """Bytes of a device that a call of a stage needs for itself."""
 
+from collections.abc import Mapping
+import types
+
 from planner.costs import work
 from planner.costs.measured import Estimate
 from planner.costs.mesh import allowed_meshes, collectives
@@ -16,6 +19,7 @@ def within(
   works,
   layout,
   platform: str | None = None,
+  rounded: Mapping[int, int] = types.MappingProxyType({}),
 ) -> dict[str, Estimate]:
   """Returns the bytes that a stage itself needs, by component.
 
@@ -28,12 +32,18 @@ def within(
     works: as in `MemoryModel`.
     layout: likewise.
     platform: likewise.
+    rounded: what the place holds rounded of what the node reads.
   """
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
     return {}
+  ready = _ready(flow, axes, layout, rounded)
   if not isinstance(call, work.StageWork):
-    return call.bytes(flow, node, axes, layout, pieces, execution.rows)
+    found = call.bytes(flow, node, axes, layout, pieces, execution.rows)
+    if ready and 'activations' in found:
+      left = max(0.0, found['activations'].value - ready)
+      found = found | {'activations': Estimate(left, 'modeled')}
+    return found
   parameters = collectives.Parameters(flow, node, layout)
   rows = max((flow.values[v].shape[0] for v in node.rows), default=0)
   at_once = execution.rows or rows / pieces
@@ -60,7 +70,7 @@ def within(
   elif decodes:
     # It gathers all parameters before its loop, so that a device has what it
     # makes of them in full, such as rounded ones and copies of each layer.
-    found = {'activations': done.bytes_alive}
+    found = {'activations': max(0.0, done.bytes_alive - ready)}
     item = max(map(collectives.item_bytes, done.matmul), default=0)
     found['gathered parameters'] = parameters.gathered_as_they_are(axes, item)
   else:
@@ -70,3 +80,19 @@ def within(
     layout.local(flow.values[v], axes) for v in made
   )
   return {what: Estimate(size, 'modeled') for what, size in found.items()}
+
+
+def _ready(flow, axes, layout, rounded: Mapping[int, int]) -> float:
+  """Returns the bytes of rounded parameters that decoding need not make.
+
+  These are the embedding and the output layer, where the place holds them
+  rounded. Of layers it makes copies anyway, and so it does of what devices
+  that share rows gather.
+  """
+  size = 0.0
+  for w in rounded.values():
+    value = flow.values[w]
+    used = layout.shared(value.letters, value.shape, axes) or ()
+    if 'V' in value.letters and not {*used} & {*layout.of_rows}:
+      size += layout.local(value, axes)
+  return size

@@ -12,7 +12,7 @@ from planner.costs.mesh import (
 )
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import offloading, passes, program
+from planner.lower import offloading, passes, program, rounding
 
 
 class MemoryModel:
@@ -85,22 +85,30 @@ class MemoryModel:
       for (one, _), (other, _) in zip(step.carry, evaluation.carry, strict=True)
     }
     held = program.homes(step, chosen)
+    resident = {starts[v]: places for v, places in held.items()}
+    rounded = rounding.held(
+      evaluation,
+      chosen,
+      resident,
+      rounding.carried_dtypes(step, rounding.held(step, chosen, held)),
+    )[place]
     values = place_values.PlaceValues(
       evaluation,
       place,
       program.locate(evaluation, chosen),
-      {starts[v]: places for v, places in held.items()},
+      resident,
       self._precedence(evaluation, chosen, in_pieces=False),
       hosted=lambda offload: {
         starts[v] for v in offloading.private(step, offload)
       },
+      rounded=rounded,
     )
     axes, found = chosen.places[place].axes, {}
     for node, parts in self._largest(evaluation, values, chosen.offload, axes):
       if node is not None:
         execution = chosen.execution(node.name)
         # It is not cut into pieces.
-        own = self._within(evaluation, node, axes, execution, 1)
+        own = self._within(evaluation, node, axes, execution, 1, rounded)
         need = _total({**parts, **own})
         found[node.name] = max(found.get(node.name, 0.0), need)
     return found
@@ -120,7 +128,8 @@ class MemoryModel:
         yield '', parts
         continue
       execution = chosen.execution(node.name)
-      own = self._within(flow, node, axes, execution, chosen.pieces)
+      pieces, rounded = chosen.pieces, values.rounded
+      own = self._within(flow, node, axes, execution, pieces, rounded)
       yield node.name, {**parts, **own}
 
   def _largest(self, flow, values, offload, axes) -> list:
@@ -165,8 +174,10 @@ class MemoryModel:
     """Returns the values of a place, memoized by the stages of all places."""
     key = id(flow), tuple(chosen.stages.items()), tuple(chosen.places)
     if key not in self._places:
-      self._places[key] = flow, homes(flow, chosen), {}
-    _, where_and_homes, places = self._places[key]
+      where_and_homes = homes(flow, chosen)
+      held = rounding.held(flow, chosen, where_and_homes[1])
+      self._places[key] = flow, where_and_homes, held, {}
+    _, where_and_homes, held, places = self._places[key]
     in_pieces, twice = chosen.pieces > 1, frozenset()
     if in_pieces:
       stages = (name for name, here in chosen.stages.items() if here == place)
@@ -175,9 +186,20 @@ class MemoryModel:
     if key not in places:
       precedence = self._precedence(flow, chosen, in_pieces)
       places[key] = place_values.PlaceValues(
-        flow, place, *where_and_homes, precedence, twice
+        flow,
+        place,
+        *where_and_homes,
+        precedence,
+        twice,
+        rounded=held[place],
       )
     return places[key]
+
+  def rounded(
+    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+  ) -> Mapping[int, int]:
+    """Returns what a place holds in place of values, as `rounding.held`."""
+    return self._values(flow, chosen, place).rounded
 
   def alive(
     self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
@@ -210,11 +232,12 @@ class MemoryModel:
     return self._orders[key][1]
 
   def _within(
-    self, flow, node, axes, execution, pieces
+    self, flow, node, axes, execution, pieces, rounded
   ) -> Mapping[str, Estimate]:
     """Returns the bytes that a stage itself needs, memoized."""
     node = flow.alike(node)
-    key = id(node), axes, execution, pieces
+    some = tuple((v, w) for v, w in node.rounded if rounded.get(v) == w)
+    key = id(node), axes, execution, pieces, some
     if key not in self._needs:
       found = call_memory.within(
         flow,
@@ -225,6 +248,7 @@ class MemoryModel:
         self.works,
         self.layout,
         self.platform,
+        dict(some),
       )
       # With the node, so that no other node gets its id.
       self._needs[key] = node, found
@@ -234,18 +258,18 @@ class MemoryModel:
     """Returns a part of `needs` that does not depend on other stages.
 
     Values that earlier nodes make are left out, as some take over the memory of
-    a carried value.
+    a carried value. What the stage rounds may be held rounded.
     """
-    key = id(node), axes
+    key, rounded = (id(node), axes), dict(node.rounded)
     if key not in self._reads:
       given = {*flow.inputs, *(start for start, _ in flow.carry)}
       for pairs in offloading.streamed(flow, [node.name]).values():
         given -= pairs.keys()  # A plan may leave them in host memory.
       self._reads[key] = sum(
-        self.layout.local(flow.values[v], axes)
+        self.layout.local(flow.values[rounded.get(v, v)], axes)
         for v in given.intersection(node.reads)
       )
-    own = self._within(flow, node, axes, execution, pieces)
+    own = self._within(flow, node, axes, execution, pieces, rounded)
     return self._reads[key] + _total(own)
 
 

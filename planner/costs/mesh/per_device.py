@@ -55,12 +55,14 @@ def stage_costs(
   place, layout = chosen.stages[name], model.layout
   axes = chosen.places[place].axes
   peaks = memory.MemoryModel(model.works, layout, model.cluster.device.platform)
+  rounded = peaks.rounded(flow, chosen, place)
+  held = [flow.values[rounded.get(v, v)] for v in range(len(flow.values))]
   most = DeviceCosts(-1.0, 0.0, None, None)
   for i, some in peaks.alive(flow, chosen, place).items():
     node = flow.nodes[i]
     if node.name != name:
       continue
-    values = sum(layout.local(flow.values[v], axes) for v in some)
+    values = sum(layout.local(held[v], axes) for v in some)
     streamed = offloading.streamed(flow, chosen.offload).get(i, {})
     own = call_memory.within(
       flow,
@@ -71,6 +73,7 @@ def stage_costs(
       model.works,
       layout,
       model.cluster.device.platform,
+      {v: w for v, w in node.rounded if rounded.get(v) == w},
     )
     needed = values + sum(number.value for number in own.values())
     needed += slices.bytes_on_device(
@@ -83,19 +86,19 @@ def stage_costs(
       model.cluster.device.platform,
     )
     if needed > most.memory:
-      own = _own_bytes(flow, node, some, axes, layout, rows)
+      own = _own_bytes(flow, held, node, some, axes, layout, rows)
       most = DeviceCosts(needed, max(0.0, values - own), None, None)
       last = node
   return most._replace(**_work(flow, chosen, model, last, rows))
 
 
-def _own_bytes(flow, node, alive, axes, layout, rows) -> float:
+def _own_bytes(flow, held, node, alive, axes, layout, rows) -> float:
   """Returns the bytes of a call's arguments and results, among some values."""
   there = flow.rows_of(node)
   share = rows / there if there else 1.0
   total = 0.0
   for v in {*node.reads, *node.writes}.intersection(alive):
-    value = flow.values[v]
+    value = held[v]
     is_cut = v in node.rows or value.letters[:1] == ('B',)
     total += layout.local(value, axes) * (share if is_cut else 1.0)
   return total

@@ -1,9 +1,10 @@
 """Tabulates the values on a place's devices while each of its nodes runs."""
 
 import collections
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 import functools
 import operator
+import types
 
 import numpy as np
 
@@ -26,6 +27,7 @@ class PlaceValues:
   Attributes:
     here: indices of the place's nodes.
     carried: carried values that the place holds.
+    rounded: what it holds in place of values.
   """
 
   def __init__(
@@ -37,6 +39,7 @@ class PlaceValues:
     precedence: liveness.Precedence,
     twice: Iterable[int] = (),
     hosted: Callable[[tuple[str, ...]], Iterable[int]] | None = None,
+    rounded: Mapping[int, int] = types.MappingProxyType({}),
   ):
     """Takes a flow and its places.
 
@@ -49,8 +52,9 @@ class PlaceValues:
       twice: values that may be there twice, see `cut_values`.
       hosted: the carried values that are in host memory while unused, by the
         offloaded stages; None if this flow decides that.
+      rounded: what the place holds in place of values, as `rounding.held`.
     """
-    self.flow = flow
+    self.flow, self.rounded = flow, rounded
     self._hosted = hosted or functools.partial(offloading.private, flow)
     self.here = [i for i, name in enumerate(where) if name == place]
     self.carried = {v for v, places in homes.items() if place in places}
@@ -70,7 +74,8 @@ class PlaceValues:
     for v in twice:
       if v in accesses:
         alike[lives.get(v, precedence.during(accesses[v]))].append(v)
-    self._kind, self._kinds = flow.value_kinds
+    kind, self._kinds = flow.value_kinds
+    self._kind = [kind[rounded.get(v, v)] for v in range(len(kind))]
     single = {v: x for v, x in lives.items() if v not in {*twice}}
     lines = self._succession(single, accesses, precedence)
     self._between = [

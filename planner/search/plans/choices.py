@@ -11,11 +11,10 @@ import numpy as np
 from planner import formatting
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import program
 from planner.search import deadline as deadline_lib
 from planner.search import memo
 from planner.search import pieces as pieces_lib
-from planner.search.plans import fitting, grouping
+from planner.search.plans import fitting, grouping, residence
 
 CHECKED = 1024  # Partitions between two looks at the clock.
 SHOWN = 5  # Infeasible plans that are kept, the nearest to fitting first.
@@ -56,6 +55,7 @@ class Choices:
     offloads: every subset of the stages that may be offloaded.
     infeasible: plans that need too much memory, the nearest to fitting first:
       bytes needed over bytes available, the plan, and a sentence.
+    residence: what the places of each partition hold from step to step.
     deadline: when to stop; asked before each option of a place, and while
       partitions are listed. If it passes then, the list is not complete, and
       what asks next stops.
@@ -102,7 +102,8 @@ class Choices:
     self.smallest = functools.cache(self._smallest)
     self.group_axes = functools.cache(self._group_axes)
     self.largest = functools.cache(self._largest)
-    self._fits, self._possible, self._sizes, self._homes = {}, {}, {}, {}
+    self.residence = residence.Residence(flow, self._places)
+    self._fits, self._possible, self._sizes = {}, {}, {}
     self._placements, self._columns, self._executions = {}, {}, {}
 
   # Places.
@@ -158,6 +159,10 @@ class Choices:
     for b in sorted(range(len(units)), key=lambda b: -units[b]):
       starts[b], at = at, at + units[b]
     return starts
+
+  def _places(self, part: int) -> list[tuple[str, ...]]:
+    """Returns the stages of each place of a partition."""
+    return [self.stages(block) for block in self.blocks[part]]
 
   # Costs.
 
@@ -296,17 +301,6 @@ class Choices:
 
   # Memory.
 
-  def homes(self, part: int):
-    """Returns the carried values that each place of a partition holds."""
-    if part not in self._homes:
-      blocks = [self.stages(block) for block in self.blocks[part]]
-      held = program.homes(self.flow, pieces_lib.apart(blocks))
-      self._homes[part] = [
-        frozenset(v for v, places in held.items() if stages[0] in places)
-        for stages in blocks
-      ]
-    return self._homes[part]
-
   def overflows(self, choice: Choice) -> bool:
     """Whether a place needs more memory than there is; records it if so."""
     if self.model.capacity == np.inf:
@@ -321,7 +315,7 @@ class Choices:
 
   def memory(self, choice: Choice, b: int) -> Mapping[str, float]:
     """Returns the bytes on a device of a place while each of its nodes runs."""
-    names = [self.stages(block)[0] for block in self.blocks[choice.part]]
+    names = [stages[0] for stages in self._places(choice.part)]
     return self.model.memory(self.flow, self.plan(choice, names), names[b])
 
   def note(self, choice, b, need):
@@ -348,7 +342,7 @@ class Choices:
     Memory does not depend on the sizes and options of other places.
     """
     blocks = self.blocks[part]
-    key = cut.pieces, blocks[b], self.homes(part)[b], units, offload
+    key = cut.pieces, blocks[b], self.residence.homes(part)[b], units, offload
     if key not in self._fits:
       sizes = [self.smallest(other) for other in blocks]
       sizes[b] = units
@@ -386,7 +380,7 @@ class Choices:
       others = [self.smallest(x) for i, x in enumerate(blocks) if i != b]
       most = 0 if None in others else self.units - sum(others)
       # Partitions whose place has the same stages and values share a table.
-      same = cut.pieces, blocks[b], self.homes(part)[b]
+      same = cut.pieces, blocks[b], self.residence.homes(part)[b]
       self._possible[key] = most, self._sizes.setdefault(same, {})
     most, sizes = self._possible[key]
     if units > most:

@@ -14,7 +14,7 @@ from planner import formatting
 from planner.costs.mesh import per_device
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from planner.lower import passes
+from planner.lower import passes, rounding
 from planner.search import result as result_lib
 from rlinf_jax.planning.compiled import executable as executable_lib
 from rlinf_jax.planning.compiled import partitioner
@@ -107,6 +107,7 @@ class PlanCompiler:
       only: names of stages; None for all.
     """
     cut, lowered = passes.lower(self.flow, plan)
+    held = rounding.held(cut, plan)
     found = {}
     try:
       places = {name: self._place(name, plan) for name in lowered}
@@ -121,7 +122,7 @@ class PlanCompiler:
         if only is not None and node.name not in only:
           continue
         try:
-          compiled = self._compile(place, flow, op, passed)
+          compiled = self._compile(place, flow, op, passed, held[name])
         except jax.errors.JaxRuntimeError as error:
           return CompiledPlan(
             [*found.values()],
@@ -161,13 +162,13 @@ class PlanCompiler:
       )
     return self._places[key]
 
-  def _compile(self, place, flow, op, passed):
+  def _compile(self, place, flow, op, passed, rounded):
     """Compiles a call, and remembers what the compiler says of it."""
     node, streamed = flow.nodes[op.node], dict(op.streamed)
     place.check_node(flow, node)
     start = time.perf_counter()
     with partitioner.captured_warnings() as rematerialized:
-      compiled = place.compile(flow, node, op.donate, passed, streamed)
+      compiled = place.compile(flow, node, op.donate, passed, streamed, rounded)
     if id(compiled) not in self._read:
       seconds = time.perf_counter() - start
       self.report(f'Compiled {node.name} in {formatting.seconds(seconds)}.')

@@ -148,9 +148,7 @@ class RemoteExecutor(executor.Executor):
 
   def pull(self, to: base.Channel, offer: channel.Offer) -> jax.Array:
     """Pulls an offered value; its sender may overwrite it from then on."""
-    flow = self.lowered[to.flow].flow
-    for node in to.loop:
-      flow = flow.nodes[node].body
+    flow = self.lowered[to.flow].body(to.loop)
     # The place may not hold the devices that it shares.
     layout = self.places[to.target].layout_at_rest(flow.values[to.value])
     return jax.block_until_ready(self.channels.unpack(offer, layout))

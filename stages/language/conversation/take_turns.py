@@ -11,6 +11,7 @@ from jaxtyping import Array, Int
 from sharding import rules
 import stages
 from stages import base
+from stages.language import policy_stages
 from stages.language.conversation import conversation_state
 from stages.language.conversation import roles as roles_lib
 
@@ -59,6 +60,7 @@ def turns(
       unbatched=(0,),
       group_size=group_size,
       divisible_groups=not cast.names,
+      rounds=policy_stages.rounds(policy),
     )
   by_engine = stages.Stage(
     functools.partial(_by_engine, policy, **settings),

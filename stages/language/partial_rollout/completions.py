@@ -68,6 +68,7 @@ def act(
       'generate',
       'batch',
       engine=_engine(policy, group_size, max_carry, extra_groups),
+      rounds=policy_stages.rounds(policy),
     )
   else:
     generate = _host_generate(policy, group_size, max_carry, extra_groups)

@@ -133,7 +133,7 @@ def search(plan, seconds):
 
 
 def test_a_compilers_error_is_a_sentence(monkeypatch):
-  def refuse(self, flow, node, donate, passed, streamed):
+  def refuse(self, flow, node, donate, passed, streamed, rounded):
     raise jax.errors.JaxRuntimeError(
       'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\n\n'
       'Used 18.2G of 15.75G hbm.' + ' More lines.' * 99

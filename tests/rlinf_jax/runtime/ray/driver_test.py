@@ -50,9 +50,9 @@ THREE = {
 
 
 @functools.cache
-def grpo(staleness=0):
+def grpo(staleness=0, dtype='float32'):
   return workflows.grpo(
-    tiny.policy(),
+    tiny.policy(dtype),
     tiny.even_on_host,
     optimizers.adamw(1e-2),
     group_size=4,
@@ -62,9 +62,9 @@ def grpo(staleness=0):
 
 
 @functools.cache
-def flows(staleness=0):
+def flows(staleness=0, dtype='float32'):
   """Recorded by every process."""
-  workflow = grpo(staleness)
+  workflow = grpo(staleness, dtype)
   return (
     tiny.trace(workflow, tiny.problem()),
     tiny.trace_evaluation(workflow, tiny.problem(4)),
@@ -135,6 +135,32 @@ def test_processes_compute_the_same_bits(runtimes, places, staleness):
   )
   tiny.assert_same_bits(got, want)
   assert_told(remote)
+  local_.close()
+
+
+def test_processes_send_and_hold_rounded_parameters(runtimes):
+  """Carried ones too, which the actor writes to the checkpoint in float32."""
+  settings = 1, 'bfloat16'
+  fn = functools.partial(flows, *settings)
+  remote, local_ = runtimes(TWO, fn)
+  make, steps = functools.partial(grpo, *settings), 3
+  got, want = run(remote, make, steps), run(local_, make, steps)
+  tiny.assert_same_bits(got, want)
+  ends, planned = (
+    ('learner', 'actor'),
+    {
+      (source, target): size
+      for source, target, _, size in programs.traffic(
+        local_.lowered['step'], remote.transport
+      )
+    },
+  )
+  params = jax.eval_shape(tiny.policy().init, jax.random.key(0))
+  half = sum(2 * x.size for x in jax.tree.leaves(params))
+  assert half < planned[ends] < 1.2 * half
+  # An evaluation of the first state is sent its parameters, too.
+  assert remote.moved()[ends][0] >= steps * planned[ends]
+  assert remote.moved()[ends][0] < (steps + 2) * planned[ends]
   local_.close()
 
 

@@ -1,0 +1,222 @@
+"""Finds the values that places hold rounded, as their stages use them.
+
+A language model in bfloat16 trains parameters in float32, and samples with
+rounded ones. A place that only samples needs the rounded ones alone: half of
+the memory, and half of the bytes that each step sends. Stages say what they
+round before they use it (`Node.rounded`). As they would round it themselves, no
+number changes.
+"""
+
+import collections
+from collections.abc import Iterable, Mapping
+import dataclasses
+from typing import Any
+
+from planner.ir import graph
+from planner.lower import program
+
+Rounded = Mapping[int, int]
+"""What a place holds in place of values, as pairs in `graph.Flow.rounded`."""
+
+
+def held(
+  flow: graph.Flow,
+  plan,
+  resident: Mapping[int, tuple[str, ...]] | None = None,
+  carried: Mapping[str, Mapping[int, Any]] | None = None,
+  given: Mapping[str, Rounded] | None = None,
+) -> dict[str, Rounded]:
+  """Returns what each place holds rounded.
+
+  It is what the place receives, or carries from step to step, and what all of
+  its stages round to the same type. A value that the place makes itself stays
+  as it is. So does a carried value that others or a checkpoint read from the
+  place, unless all its readers everywhere round it to that type.
+
+  Args:
+    flow: a flow, cut or as recorded.
+    plan: the plan.
+    resident: the places that hold each carried value; `program.homes` if None.
+    carried: by place, the type in which it holds carried values, by their
+      number in the carry, where another flow decides that. All others are as
+      they are.
+    given: for a loop's body, what each place holds of its inputs.
+  """
+  found = {place: {} for place in plan.places}
+  if not flow.rounded:
+    return found
+  resident = resident or program.homes(flow, plan)
+  made = collections.defaultdict(set)
+  for part in program.parts(flow, plan):
+    for place, (_, writes) in part.items():
+      made[place].update(writes)
+  for place in plan.places:
+    reads = _reads(flow, plan, place)
+    kept = {*flow.inputs, *flow.outputs, *made[place]}
+    here = {v: w for v, w in reads.items() if w != v and v not in kept}
+    for group in _groups(flow, resident, place):
+      some = {v for i in group for v in flow.carry[i]}
+      if carried is None:
+        dtype = _dtype(flow, plan, place, resident, group, reads)
+        dtype = None if some & kept else dtype
+      else:
+        dtype = carried.get(place, {}).get(group[0])
+      here = {v: w for v, w in here.items() if v not in some}
+      if dtype is not None:
+        pairs = ((v, flow.in_dtype.get((v, dtype))) for v in some)
+        here |= {v: w for v, w in pairs if w is not None}
+    found[place] = here | dict((given or {}).get(place, {}))
+  return found
+
+
+def in_body(
+  flow: graph.Flow, node: graph.Node, plan, outside: Mapping[str, Rounded]
+) -> dict[str, Rounded]:
+  """Returns what each place holds rounded during the rounds of a loop.
+
+  Args:
+    flow: the flow with the loop.
+    node: the loop.
+    plan: the plan.
+    outside: what places hold rounded of that flow.
+  """
+  body, given = node.body, {}
+  for place, here in outside.items():
+    pairs = (
+      (x, body.in_dtype.get((x, flow.values[here[v]].dtype)))
+      for x, v in node.ids_before.items()
+      if v in here and x in body.inputs
+    )
+    given[place] = {x: w for x, w in pairs if w is not None}
+  return held(body, plan, carried={}, given=given)
+
+
+def carried_dtypes(
+  flow: graph.Flow, found: Mapping[str, Rounded]
+) -> dict[str, dict[int, Any]]:
+  """Returns the types of carried values that places hold rounded.
+
+  Args:
+    flow: a flow.
+    found: as `held` returns it.
+
+  Returns:
+    By place, the types by number in the carry.
+  """
+  return {
+    place: {
+      i: flow.values[here[start]].dtype
+      for i, (start, _) in enumerate(flow.carry)
+      if start in here
+    }
+    for place, here in found.items()
+  }
+
+
+def with_readers(step: graph.Flow, evaluate: graph.Flow) -> graph.Flow:
+  """Returns the flow of a step that knows what evaluations read of its state.
+
+  Args:
+    step: the flow of a step.
+    evaluate: that of an evaluation, which carries the same values.
+  """
+  number = {start: i for i, (start, _) in enumerate(evaluate.carry)}
+  found = dict.fromkeys(
+    (name, number[v], dtype)
+    for name, v, dtype in _all_reads(evaluate)
+    if v in number
+  )
+  return dataclasses.replace(step, read_elsewhere=tuple(found))
+
+
+def _all_reads(flow: graph.Flow) -> Iterable[tuple[str, int, Any]]:
+  """Yields the stages of a flow, what they read, and the types they round to.
+
+  The type is None for what they read as it is. Of a loop, the stages of its
+  body count; what it carries is read as it is.
+  """
+  for node in flow.nodes:
+    if not node.body:
+      to = dict(node.rounded)
+      for v in node.reads:
+        yield node.name, v, flow.values[to[v]].dtype if v in to else None
+      continue
+    before = node.ids_before
+    for name, x, dtype in _all_reads(node.body):
+      if x in before:
+        yield name, before[x], dtype if x in node.body.inputs else None
+
+
+def _reads(flow, plan, place: str) -> dict[int, int]:
+  """Returns the values that a place reads, and what all its stages make of it.
+
+  That is the value itself if one of them reads it as it is, or in another type.
+  What moves rows, and what a loop carries, counts at every place.
+  """
+  found = {}
+
+  def read(v, w):
+    found[v] = w if found.get(v, w) == w else v
+
+  for node in flow.nodes:
+    if graph.is_plumbing(node):
+      found |= {v: v for v in node.reads}
+    elif node.body:
+      body, before = node.body, node.ids_before
+      for x, w in _reads(body, plan, place).items():
+        if x in before and x in body.inputs:
+          key = before[x], body.values[w].dtype
+          read(before[x], flow.in_dtype.get(key, before[x]))
+      for x in {*(start for start, _ in body.carry), *body.outputs}:
+        if x in before:
+          read(before[x], before[x])
+    elif plan.stages.get(node.name) == place:
+      to = dict(node.rounded)
+      for v in node.reads:
+        read(v, to.get(v, v))
+  return found
+
+
+def _groups(flow, resident, place: str) -> list[list[int]]:
+  """Returns numbers of the carried values of a place, in connected groups.
+
+  Two are connected if the end of one is the start of the other, as in a line of
+  older parameters, or if they have the same end.
+  """
+  groups = {}  # By a value; its members are all values of the group.
+  for i, (start, end) in enumerate(flow.carry):
+    if place not in resident[start]:
+      continue
+    first, second = (groups.get(v, ([], [v])) for v in (start, end))
+    if second is not first:
+      first = first[0] + second[0], [*first[1], *second[1]]
+    first[0].append(i)
+    groups |= dict.fromkeys(first[1], first)
+  return [*{id(group): sorted(group[0]) for group in groups.values()}.values()]
+
+
+def _dtype(flow, plan, place, resident, group, reads):
+  """Returns the type in which a place holds a group of carried values.
+
+  None if it holds them as they are.
+  """
+  some = {v for i in group for v in flow.carry[i]}
+  types = {
+    flow.values[reads[v]].dtype if reads[v] != v else None
+    for v in some
+    if v in reads
+  }
+  if len(types) != 1 or None in types:
+    return None
+  owned = {i for i in group if resident[flow.carry[i][0]][0] == place}
+  for i in owned:  # Its owner writes it to checkpoints and hands it on.
+    start, end = flow.carry[i]
+    later = (j for j, pair in enumerate(flow.carry) if pair[1] == start)
+    if start == end or len(resident[start]) > 1 or {*later} - {*group}:
+      return None
+  types |= {
+    dtype
+    for name, i, dtype in flow.read_elsewhere
+    if i in owned or i in group and plan.stages.get(name) == place
+  }
+  return types.pop() if len(types) == 1 else None
