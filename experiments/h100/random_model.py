@@ -16,7 +16,7 @@ import jax
 
 from stages.language import huggingface
 from stages.models import transformer
-from stages.models.files import weights
+from stages.models.files import weights_writer
 
 
 def write(config_folder: pathlib.Path, tokenizer: pathlib.Path, folder):
@@ -35,7 +35,7 @@ def write(config_folder: pathlib.Path, tokenizer: pathlib.Path, folder):
     config, jax.random.key(0)
   )
   names = huggingface.names(folder)
-  weights.save(folder, params, names, dtype='bfloat16')
+  weights_writer.save(folder, params, names, dtype='bfloat16')
 
 
 if __name__ == '__main__':

@@ -20,7 +20,7 @@ from rlinf_jax.data.lerobot import write
 from stages import base, ranges
 from stages.envs import demonstrations, push
 from stages.language import tokens
-from stages.models.files import weights
+from stages.models.files import weights_writer
 from stages.vla import instructions
 from stages.vla.openvla import openvla, openvla_files
 
@@ -98,7 +98,7 @@ def model(
   (folder / 'preprocessor_config.json').write_text(json.dumps(processor))
   made = openvla_files.read(folder).config
   params = openvla.init_params(made, jax.random.key(seed))
-  weights.save(folder, params, openvla_files.names(made))
+  weights_writer.save(folder, params, openvla_files.names(made))
 
 
 def numbered(tasks: Sequence[str]) -> base.Prompt:

@@ -18,7 +18,7 @@ from stages.language import language_model, sample, stops, tokens
 from stages.models import adapters, families, lora_merge, transformer
 from stages.models import config as config_lib
 from stages.models import lora as lora_lib
-from stages.models.files import naming, weights
+from stages.models.files import naming, weights, weights_writer
 from stages.models.vision import vision_files
 
 # Files of a checkpoint beside its tensors, which `export` copies.
@@ -327,7 +327,7 @@ def save(
     ValueError: if the architecture lacks a setting of the model.
   """
   families.write(folder, config, model_type, **extra)
-  weights.save(folder, params, names(folder))
+  weights_writer.save(folder, params, names(folder))
 
 
 def export(
@@ -349,7 +349,7 @@ def export(
     merge_lora: whether adapters are added to the weights.
   """
   source = pathlib.Path(checkpoint)
-  with weights.new_folder(pathlib.Path(folder)) as part:
+  with weights_writer.new_folder(pathlib.Path(folder)) as part:
     if lora_lib.is_adapted(params) and not merge_lora:
       adapters.write(part, params, source)
     else:
@@ -362,6 +362,6 @@ def export(
 def _export_model(folder: pathlib.Path, params, source: pathlib.Path):
   config = json.loads((source / 'config.json').read_text())
   dtype = config.pop('torch_dtype', None) or config.get('dtype', 'float32')
-  weights.save(folder, params, names(source), dtype=dtype)
+  weights_writer.save(folder, params, names(source), dtype=dtype)
   config['dtype'] = dtype
   (folder / 'config.json').write_text(json.dumps(config, indent=2))

@@ -15,7 +15,7 @@ from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models import adapters
 from stages.models import lora as lora_lib
-from stages.models.files import weights
+from stages.models.files import weights_writer
 from stages.vla import instructions, trunk_lora
 from stages.vla.openvla import (
   action_tokens,
@@ -171,7 +171,7 @@ def export_apart(
     adapter: that which training started from; None for a new one.
     finish: writes further files into the folder before it is complete.
   """
-  with weights.new_folder(pathlib.Path(folder)) as part:
+  with weights_writer.new_folder(pathlib.Path(folder)) as part:
     adapters.write(
       part / tuning_files.FOLDER,
       trunk_lora.of_part(params, part=LLAMA),

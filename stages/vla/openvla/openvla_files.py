@@ -22,7 +22,7 @@ from stages import remat as remat_lib
 from stages import settings as settings_lib
 from stages.language import huggingface
 from stages.models import families
-from stages.models.files import config_check, weights
+from stages.models.files import config_check, weights, weights_writer
 from stages.models.files.naming import Names, Tensor
 from stages.models.vision import names as vision_names
 from stages.models.vision import vit
@@ -362,8 +362,8 @@ def export(
   unread = _unread(source, config, with_towers='dino' in params)
   copied = tensors(source, lambda name: name in unread)
   own = {k: v for k, v in params.items() if k != base.CRITIC}
-  with weights.new_folder(pathlib.Path(folder)) as part:
-    weights.save(
+  with weights_writer.new_folder(pathlib.Path(folder)) as part:
+    weights_writer.save(
       part,
       own | {'copied': copied},
       {**names(config), 'copied': {name: Tensor(name) for name in copied}},

@@ -10,7 +10,7 @@ import contextlib
 import pathlib
 from typing import NamedTuple
 
-from stages.models.files import decoder_names, weights
+from stages.models.files import decoder_names, weights, weights_writer
 from stages.models.files.naming import Names, Tensor
 from stages.models.vision import names as vision_names
 from stages.vla.pi0 import adaptive, pi0
@@ -78,7 +78,7 @@ def write(
     layout: how tensors are named.
     dtype: the type to write them in.
   """
-  weights.save(folder, params, names(config, layout), dtype=dtype)
+  weights_writer.save(folder, params, names(config, layout), dtype=dtype)
 
 
 def layout_of(folder: str | pathlib.Path) -> Layout:

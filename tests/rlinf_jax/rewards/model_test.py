@@ -27,7 +27,7 @@ from stages.language import (
   verifiers,
 )
 from stages.models import transformer
-from stages.models.files import weights
+from stages.models.files import weights_writer
 import tiny
 
 KEY = jax.random.key(0)
@@ -46,7 +46,7 @@ def classifier_of(policy: str, folder: pathlib.Path) -> str:
   raw['id2label'] = {'0': 'LABEL_0'}
   (folder / 'config.json').write_text(json.dumps(raw))
   names = classifier.names(folder)
-  weights.save(folder, params | {'value_D': value_D}, names)
+  weights_writer.save(folder, params | {'value_D': value_D}, names)
   for path in pathlib.Path(policy).glob('*token*'):
     shutil.copy(path, folder / path.name)
   for path in pathlib.Path(policy).glob('*.jinja'):

@@ -11,7 +11,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 from stages.language import huggingface, language_model, stops
 from stages.models import families, transformer
-from stages.models.files import weights
+from stages.models.files import weights, weights_writer
 from stages.models.layers import rope
 import torch_reference
 
@@ -360,7 +360,7 @@ def test_a_full_disk_does_not_lose_the_model(tmp_path, monkeypatch):
     raise OSError(28, 'No space left on device')
 
   with monkeypatch.context() as patch:
-    patch.setattr(weights, 'save', fill)
+    patch.setattr(weights_writer, 'save', fill)
     with pytest.raises(OSError, match='No space left'):
       huggingface.export(folder, params, folder)
   jax.tree.map(

@@ -15,7 +15,7 @@ import stages
 from stages import base, workflows
 from stages.language import huggingface, language_model, sample
 from stages.models import transformer
-from stages.models.files import decoder_names, weights
+from stages.models.files import decoder_names, weights, weights_writer
 import torch_reference
 from torch_reference import decode, keys, prompts, repeat, to_torch
 
@@ -184,7 +184,7 @@ def noise(params, size, seed):
 
 def as_torch(case, params, folder):
   """The model of `case` with our parameters, by way of a file."""
-  weights.save(folder, params, decoder_names.NAMES)
+  weights_writer.save(folder, params, decoder_names.NAMES)
   (folder / 'config.json').write_bytes(
     (case.folder / 'config.json').read_bytes()
   )
@@ -193,7 +193,7 @@ def as_torch(case, params, folder):
 
 def compare_gradients(ours, model, folder):
   """Each tensor's gradient, by its Hugging Face name."""
-  weights.save(folder, ours, decoder_names.NAMES)
+  weights_writer.save(folder, ours, decoder_names.NAMES)
   got = st.load_file(folder / weights.SINGLE)
   want = {name: x.grad for name, x in model.named_parameters()}
   assert got.keys() == want.keys()

@@ -13,7 +13,7 @@ import transformers
 
 from sharding import mesh as meshes
 from stages.language import huggingface
-from stages.models.files import decoder_names, weights
+from stages.models.files import decoder_names, weights, weights_writer
 import torch_reference
 
 torch = torch_reference.torch
@@ -99,7 +99,7 @@ def test_written_files_hold_the_tensors_that_were_read(
 ):
   state = save(tmp_path / 'theirs', case, getattr(torch, dtype))
   folder = tmp_path / 'ours'
-  weights.save(
+  weights_writer.save(
     folder,
     read(tmp_path / 'theirs'),
     decoder_names.NAMES,
@@ -154,8 +154,8 @@ def test_tensors_are_those_of_the_file_in_numpy_and_torch(tmp_path):
 def test_one_file_replaces_many(tmp_path):
   save(tmp_path)
   params = read(tmp_path)
-  weights.save(tmp_path, params, decoder_names.NAMES, shard_bytes=5000)
-  weights.save(
+  weights_writer.save(tmp_path, params, decoder_names.NAMES, shard_bytes=5000)
+  weights_writer.save(
     tmp_path, jax.tree.map(jnp.zeros_like, params), decoder_names.NAMES
   )
   assert not any(x.any() for x in jax.tree.leaves(read(tmp_path)))
@@ -368,7 +368,7 @@ def test_an_error_does_not_name_a_million_tensors(tmp_path):
 def test_the_index_says_where_and_how_much(tmp_path):
   save(tmp_path / 'theirs')
   params = read(tmp_path / 'theirs')
-  weights.save(tmp_path, params, decoder_names.NAMES, shard_bytes=5000)
+  weights_writer.save(tmp_path, params, decoder_names.NAMES, shard_bytes=5000)
   index = json.loads((tmp_path / weights.INDEX).read_text())
   assert set(index['weight_map'].values()) == {
     file.name for file in tmp_path.glob('*.safetensors')

@@ -15,7 +15,7 @@ import pytest
 import safetensors
 from safetensors import numpy as st
 
-from stages.models.files import weights
+from stages.models.files import weights, weights_writer
 from stages.models.vision import names, resample, vit
 
 torch = pytest.importorskip('torch', reason='Reference models need torch.')
@@ -184,7 +184,7 @@ def test_positions_of_other_sizes_are_those_of_transformers(case, shape):
 
 
 def test_a_tower_is_written_as_it_was_read(case, tmp_path):
-  weights.save(tmp_path, case.params, case.names)
+  weights_writer.save(tmp_path, case.params, case.names)
   want = st.load_file(case.folder / weights.SINGLE)
   got = st.load_file(tmp_path / weights.SINGLE)
   assert got.keys() == want.keys() - case.ignored
@@ -240,7 +240,7 @@ def test_timm_parts_are_the_rows_of_one_matrix(tmp_path):
     image_size=10, patch_size=5, D=6, L=2, H=2, F=7, has_class=True, registers=2
   )
   params = vit.init_params(config, jax.random.key(0))
-  weights.save(tmp_path, params, names.TIMM, shard_bytes=600)
+  weights_writer.save(tmp_path, params, names.TIMM, shard_bytes=600)
   assert len(list(tmp_path.glob('*.safetensors'))) > 1
   stored = {}
   for path in tmp_path.glob('*.safetensors'):

@@ -15,7 +15,7 @@ from sharding import mesh as mesh_lib
 from sharding import rules
 from stages.language import huggingface, language_model, sample, stops
 from stages.models import block, transformer
-from stages.models.files import weights
+from stages.models.files import weights, weights_writer
 from stages.models.vision import patches, window_vit
 import torch_reference
 import vision_reference
@@ -168,7 +168,7 @@ def test_log_probabilities_and_gradients_are_those_of_transformers(
     vision_reference.published(name): x.grad.numpy()
     for name, x in case.torch.named_parameters()
   }
-  weights.save(tmp_path, slope, huggingface.names(case.folder))
+  weights_writer.save(tmp_path, slope, huggingface.names(case.folder))
   got = st.load_file(tmp_path / weights.SINGLE)
   assert got.keys() == want.keys()
   for name, x in want.items():
