@@ -153,7 +153,15 @@ def put(
   return jax.block_until_ready(x)
 
 
-_copied = jax.jit(jnp.copy)
+def _copied(x: jax.Array) -> jax.Array:
+  """A copy of an array, with its layout."""
+  if x.is_fully_addressable:
+    # A program would be compiled for each shape and layout of a state.
+    return jax.device_put(x, x.sharding, may_alias=False)
+  return _copied_by_all(x)
+
+
+_copied_by_all = jax.jit(jnp.copy)  # A program of all processes.
 
 
 def _compute(x: Any, done: dict | None) -> Any:

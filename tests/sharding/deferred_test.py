@@ -86,6 +86,16 @@ def test_no_two_of_the_results_share_memory(parts, copies):
   assert len(where) == len(shards) == copies * len(made) + 1
 
 
+def test_an_array_is_placed_without_compiling(caplog):
+  x = jnp.zeros((3, 17, 29))
+  with jax.log_compiles():
+    made = deferred.put(x, FIRST)
+    assert not caplog.messages
+    jnp.sin(x)
+  assert caplog.messages, 'Compiling is seen.'
+  np.testing.assert_array_equal(made, x)
+
+
 def test_each_result_of_an_operation_is_freed_by_itself():
   both = jax.jit(lambda x: (jnp.full((7, 11), x), jnp.full((7, 11), -x)))
   leaves = [*deferred.defer(lambda: both(jnp.float32(3)))]
