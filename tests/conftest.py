@@ -315,10 +315,12 @@ def pytest_runtestloop(session):
 COSTS = pathlib.Path(__file__).parent / 'costs.json'
 # Modules that one process takes together, by what is found in them. Ray gives
 # the agent of a node 15 seconds to start, which are too few while others start
-# as well, and who runs vLLM imports it for five CPU-seconds.
+# as well, who runs vLLM imports it for five CPU-seconds, and who traces recipes
+# imports all simulators for ten.
 TOGETHER = {
   'ray': '^import (local_)?ray$',
   'vllm': '^import vllm_models$',
+  'recipes': '^import one_simulator$',
 }
 
 

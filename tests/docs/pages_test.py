@@ -16,7 +16,7 @@ PAGES = [ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md'))]
 # `<!-- recipe: ppo_push -->`.
 RECIPE = '<!-- recipe:'
 DEFAULT = 'grpo_arithmetic'
-POOLS = one_simulator.Pools()
+simulators = one_simulator.ended  # The fixture.
 
 
 def base_recipe(text: str, start: int) -> str:
@@ -36,7 +36,8 @@ def trace(example):
   files = [str(path)]
   if 'include' not in text:  # It is read after a recipe.
     files.insert(0, base_recipe(example.document.text, example.start))
-  with POOLS.shared():  # Python blocks use theirs, and have their own.
+  # Python blocks use theirs, and have their own.
+  with one_simulator.POOLS.shared():
     recipes_test.flows(files[0], [], folder, *files[1:])
   config.refuse_unused()
 
@@ -55,12 +56,6 @@ def examples(page: pathlib.Path):
 WITH_BLOCKS = [
   pytest.param(page, id=page.name) for page in PAGES if examples(page)
 ]
-
-
-@pytest.fixture(scope='module', autouse=True)
-def simulators():
-  yield
-  POOLS.close()
 
 
 @pytest.mark.slow

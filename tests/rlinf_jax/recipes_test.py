@@ -76,12 +76,13 @@ RECIPES = [
 RECIPES += map(recipe, sorted((ROOT / 'experiments/vla').glob('*_push.gin')))
 
 
+simulators = one_simulator.ended  # The fixture.
+
+
 @pytest.fixture(scope='module', autouse=True)
-def simulators():
-  pools = one_simulator.Pools()
-  with pools.shared():
+def shared_simulators():
+  with one_simulator.POOLS.shared():
     yield
-  pools.close()
 
 
 def arithmetic_model(folder) -> str:
