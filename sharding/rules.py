@@ -233,20 +233,35 @@ def gather(tree, rules: Rules = DEFAULT):
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return tree
+
+  def gathered(path, leaf):
+    for spec in _specs(mesh, path, leaf, rules):
+      leaf = jax.lax.with_sharding_constraint(leaf, spec)
+    return leaf
+
+  return jax.tree_util.tree_map_with_path(gathered, tree)
+
+
+def gathers(tree, rules: Rules = DEFAULT) -> bool:
+  """Whether `gather` sends parameters between devices of the ambient mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return not mesh.empty and any(
+    _specs(mesh, path, leaf, rules)[0] != _specs(mesh, path, leaf, rules)[1]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  )
+
+
+def _specs(mesh, path, leaf, rules: Rules) -> list[PartitionSpec]:
+  """The partition of a parameter, and that in which it is gathered."""
   of_rows = mesh_axes(mesh, 'B', rules)
   rest = {
     letter: tuple(a for a in mesh_axes(mesh, letter, rules) if a not in of_rows)
     for letter in rules
   }
-
-  def gathered(path, leaf):
-    letters = dimensions(path, leaf.shape) or ('',) * leaf.ndim
-    for some in (rules, rest):
-      spec = partition_spec(mesh, letters, leaf.shape, some)
-      leaf = jax.lax.with_sharding_constraint(leaf, spec)
-    return leaf
-
-  return jax.tree_util.tree_map_with_path(gathered, tree)
+  letters = dimensions(path, leaf.shape) or ('',) * leaf.ndim
+  return [
+    partition_spec(mesh, letters, leaf.shape, some) for some in (rules, rest)
+  ]
 
 
 def shardings(tree, mesh: Mesh, rules: Rules = DEFAULT):

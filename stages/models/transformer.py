@@ -13,6 +13,8 @@ Layers are scanned. Layers with a sliding window take the positions and the
 masks of local attention by a flag that is scanned beside their parameters.
 """
 
+from collections.abc import Callable
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -21,6 +23,7 @@ from flax import linen as nn
 import jax
 import jax.numpy as jnp
 
+from sharding import mesh as mesh_lib
 from sharding import row_map, rules
 from stages.models import block as block_lib
 from stages.models import config as config_lib
@@ -30,6 +33,7 @@ from stages.models.layers import rope as rope_lib
 from stages.models.vision import patches, window_vit
 
 Config = config_lib.Config
+IN_PLACE = 'tpu'  # The platform whose loops read slices of arrays in place.
 
 
 class Transformer(nn.Module):
@@ -261,7 +265,41 @@ def layer_params(params: Any, i: int) -> Any:
   return jax.tree.map(lambda x: x[i], params['layers'])
 
 
-def unstacked(config: Config, params: Any, before: Any) -> tuple[list, Any]:
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Slice:
+  """A layer of stacked parameters, for a loop that reads it where it is.
+
+  It has no leaves, so that no copy is made where trees of arrays are passed on.
+
+  Attributes:
+    read: `() -> parameters`, called in the loop.
+  """
+
+  read: Callable[[], Any]
+
+
+def layer(own: Any) -> Any:
+  """The parameters of a layer: of a `Slice`, or as they are."""
+  return own.read() if isinstance(own, Slice) else own
+
+
+def are_ready(config: Config, params: Any) -> bool:
+  """Whether decoding can read layers where they are, without copies.
+
+  They are rounded and no device gathers them, and the compiler is that of TPUs:
+  those of others would copy them in the loop.
+  """
+  rounded = jax.eval_shape(functools.partial(compute_params, config), params)
+  same = jax.tree.map(lambda x, y: x.dtype == y.dtype, params, rounded)
+  narrow = jnp.dtype(config.dtype) != config.param_dtype
+  is_ready = narrow and mesh_lib.platform() == IN_PLACE
+  return is_ready and all(jax.tree.leaves(same)) and not rules.gathers(params)
+
+
+def unstacked(
+  config: Config, params: Any, before: Any, in_place: bool = False
+) -> tuple[list, Any]:
   """Parameters of every layer, of which XLA copies one matrix after another.
 
   A loop that reads each layer many times reads copies of its own. If XLA made
@@ -272,10 +310,16 @@ def unstacked(config: Config, params: Any, before: Any) -> tuple[list, Any]:
     config: dimensions of the model.
     params: its parameters.
     before: what is computed before, such as what scans the layers.
+    in_place: whether to return slices in place of copies.
 
   Returns:
     The parameters by layer, and `before`.
   """
+  if in_place:
+    reads = [
+      functools.partial(layer_params, params, i) for i in range(config.L)
+    ]
+    return [Slice(read) for read in reads], before
   leaves, tree = jax.tree.flatten(params['layers'])
   by_leaf = []
   for leaf in leaves:

@@ -37,7 +37,7 @@ def within(
   call = works.get(node.name)
   if graph.is_plumbing(node) or call is None:
     return {}
-  ready = _ready(flow, axes, layout, rounded)
+  ready = _ready(flow, axes, layout, rounded, platform)
   if not isinstance(call, work.StageWork):
     found = call.bytes(flow, node, axes, layout, pieces, execution.rows)
     if ready and 'activations' in found:
@@ -82,17 +82,19 @@ def within(
   return {what: Estimate(size, 'modeled') for what, size in found.items()}
 
 
-def _ready(flow, axes, layout, rounded: Mapping[int, int]) -> float:
+def _ready(flow, axes, layout, rounded, platform: str | None) -> float:
   """Returns the bytes of rounded parameters that decoding need not make.
 
   These are the embedding and the output layer, where the place holds them
-  rounded. Of layers it makes copies anyway, and so it does of what devices
-  that share rows gather.
+  rounded. Of layers it makes copies, but for TPUs, whose loops read slices in
+  place. Of what devices that share rows gather, it makes copies anyway.
   """
-  size = 0.0
-  for w in rounded.values():
-    value = flow.values[w]
-    used = layout.shared(value.letters, value.shape, axes) or ()
-    if 'V' in value.letters and not {*used} & {*layout.of_rows}:
-      size += layout.local(value, axes)
-  return size
+  values = [flow.values[w] for w in rounded.values()]
+  used = [layout.shared(x.letters, x.shape, axes) or () for x in values]
+  is_gathered = [bool({*some} & {*layout.of_rows}) for some in used]
+  in_place = platform == 'tpu' and not any(is_gathered)
+  return sum(
+    layout.local(value, axes)
+    for value, gathered in zip(values, is_gathered, strict=True)
+    if in_place or 'V' in value.letters and not gathered
+  )

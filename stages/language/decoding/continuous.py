@@ -134,6 +134,8 @@ def _order(prompt: base.Prompt, group_size: int) -> stopping.Order:
 
 def _on_each_device(model, params, order: stopping.Order, run, rows: tuple):
   """Returns `run(params, *rows)`, by each device for its own rows."""
+  in_place = transformer.are_ready(model.config, params)
+  run = functools.partial(run, in_place=in_place)
   params = rules.gather(transformer.compute_params(model.config, params))
   if order.devices > 1:
     by_row = PartitionSpec(order.axes)
@@ -182,12 +184,15 @@ def _generate(
   *,
   slots: int,
   group_size: int,
+  in_place: bool,
   record: bool = False,
   **settings,
 ) -> tuple[base.Completions, routing_replay.Routing | None]:
   """Decodes all rows of one device, and records their experts if asked to."""
   split = prefill.split_prompt(prompt, group_size)
-  layers, of_prompt = prefill.prompt_layers(model, params, split, record)
+  layers, of_prompt = prefill.prompt_layers(
+    model, params, split, record, in_place
+  )
   B, T = empty.mask.shape
   slots = min(slots, B)
   layers, state = slot_rows.empty(model.config, layers, split, slots, empty)
@@ -214,11 +219,12 @@ def _resume(
   slots: int,
   num_started: int,
   group_size: int,
+  in_place: bool,
   **settings,
 ) -> base.Completions:
   """Continues the rows of one device."""
   split = prefill.split_prompt(prompt, group_size)
-  layers, _ = prefill.prompt_layers(model, params, split, False)
+  layers, _ = prefill.prompt_layers(model, params, split, False, in_place)
   B, T = completions.mask.shape
   length_B = completions.mask.sum(1, dtype=jnp.int32)
   is_open_B = completions.alive & (length_B < T)
@@ -340,6 +346,7 @@ def _decode(model, params, layers, now: slot_rows.Slots):
   for i, ((own, _, _), cache) in enumerate(
     zip(layers, now.caches, strict=True)
   ):
+    own = transformer.layer(own)
     (cos_M1R, sin_M1R), span, kernel = contexts[c.is_local(i)]
     qkv = decode_layer.project(c, own, x_M1D, cos_M1R, sin_M1R)
     cache, seen_M1HW = slot_cache.extend(c, kernel, cache, *qkv, span)

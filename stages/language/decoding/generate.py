@@ -109,6 +109,7 @@ def decode_states(
   for i, ((own, key_NKPW, value_NKPW), cache) in enumerate(
     zip(layers, state.caches, strict=True)
   ):
+    own = transformer.layer(own)
     cos_B1R, sin_B1R, near_BC = context[c.is_local(i)]
     q_B1HW, k_B1KW, v_B1KW = decode_layer.project(
       c, own, x_B1D, cos_B1R, sin_B1R
@@ -239,10 +240,11 @@ def resume(
     The completions; with a cache, also what it is then, and with `record`, the
     `routing_replay.Routing`.
   """
+  in_place = transformer.are_ready(model.config, params)
   params = rules.gather(transformer.compute_params(model.config, params))
   split = prefill.split_prompt(prompt, group_size)
   read, of_prompt = prefill.read(model, params, split.read, record)
-  layers = prefill.cached_layers(model, params, read)
+  layers = prefill.cached_layers(model, params, read, in_place)
   T = completions.mask.shape[1]
   length_B = completions.mask.sum(1, dtype=jnp.int32)
   later = []

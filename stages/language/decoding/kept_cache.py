@@ -103,6 +103,7 @@ def _read(model, params, layers, split, completions, caches, new):
   for i, ((own, key_NKPW, value_NKPW), old) in enumerate(
     zip(layers, caches, strict=True)
   ):
+    own = transformer.layer(own)
     cos_BER, sin_BER, mask = context[c.is_local(i)]
     q_BEHW, k_BEKW, v_BEKW = decode_layer.project(
       c, own, x_BED, cos_BER, sin_BER

@@ -87,7 +87,9 @@ def read(
   return cache, routing_replay.of_prompts(model.config, left)
 
 
-def prompt_layers(model, params, split: SplitPrompt, record: bool):
+def prompt_layers(
+  model, params, split: SplitPrompt, record: bool, in_place: bool = False
+):
   """By layer: its parameters, and its prompts' keys and values [N, K, P, W].
 
   Also the experts of the prompts, as `read` returns them.
@@ -121,16 +123,18 @@ def prompt_layers(model, params, split: SplitPrompt, record: bool):
       lambda x: x.reshape(chunks * n, *x.shape[2:]),
       jax.lax.map(by_layer, prompt),
     )
-  own, caches = transformer.unstacked(model.config, params, caches)
+  own, caches = transformer.unstacked(model.config, params, caches, in_place)
   found = [(layer, *cache) for layer, cache in zip(own, caches, strict=True)]
   return found, None if expert is None else expert[:N]
 
 
-def cached_layers(model, params, cache: attention.PromptCache):
+def cached_layers(
+  model, params, cache: attention.PromptCache, in_place: bool = False
+):
   """By layer: its parameters, and its prompts' keys and values [N, K, P, W]."""
   # Unrolled, because a scan would copy the whole cache at every token.
   # Transposed once, into the layout that every token reads.
-  own, cache = transformer.unstacked(model.config, params, cache)
+  own, cache = transformer.unstacked(model.config, params, cache, in_place)
   return [
     (
       layer,

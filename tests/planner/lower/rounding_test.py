@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from planner.costs import cost_table
+from planner.costs.mesh import call_memory, memory
 from planner.costs.mesh import layout as layout_lib
-from planner.costs.mesh import memory
+from planner.costs.work import StageWork, Work
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import rounding, unroll
@@ -15,6 +16,7 @@ import stages
 from tests.planner.costs import toy_costs
 
 PARAMS = {'up_DF': jnp.ones((64, 256)), 'norm_D': jnp.ones(64)}
+EMBED = jnp.ones((128, 64))
 ROWS = jnp.ones((8, 64))
 WIDE, NARROW = 4 * (64 * 256 + 64), 2 * 64 * 256 + 4 * 64  # Bytes.
 TWO = {'a': plan_lib.Placement((0,)), 'b': plan_lib.Placement((1,))}
@@ -36,6 +38,13 @@ def reader(name, rounds=None):
 act, score, judge = reader('act', half), reader('score', half), reader('judge')
 to_float16 = reader(
   'other', lambda p: p | {'up_DF': p['up_DF'].astype('float16')}
+)
+
+decode = stages.Stage(
+  lambda params, x: x * params['embed_VD'].sum(),
+  'decode',
+  unbatched=(0,),
+  rounds={0: lambda p: jax.tree.map(lambda x: x.astype('bfloat16'), p)},
 )
 
 
@@ -172,6 +181,36 @@ def test_rounded_values_take_fewer_bytes_of_memory_and_of_links():
     near.latency_seconds + 4 * 64 * 256 / near.bandwidth
   )
   assert costs.switch(flow, v, 'b') == costs.switch(flow, v, 'a') / 2
+
+
+@pytest.mark.parametrize(
+  'platform, axes, made',
+  [('gpu', (), 'layers'), ('tpu', (), ''), ('tpu', (('fsdp', 2),), 'both')],
+)
+def test_decoding_makes_no_copy_of_what_is_rounded(platform, axes, made):
+  """But of layers that loops do not read in place, and of what is gathered."""
+  params = {'layers': {'up_DF': jnp.ones((4, 64, 256))}, 'embed_VD': EMBED}
+  flow = flow_lib.trace(
+    lambda params, x: (learn(params, decode(params, x)), x), params, ROWS
+  )
+  work = StageWork(Work(turns=8.0, bytes_alive=1e6), Work(), 8)
+  node = next(node for node in flow.nodes if node.name == 'decode')
+  sizes = []
+  for rounded in {}, dict(node.rounded):
+    found = call_memory.within(
+      flow,
+      node,
+      axes,
+      plan_lib.Execution(),
+      1,
+      {'decode': work},
+      layout_lib.Layout(rules.DEFAULT),
+      platform,
+      rounded,
+    )
+    sizes.append(found['activations'].value)
+  ready = {'layers': 128 * 64, '': 128 * 64 + 4 * 64 * 256, 'both': 0}[made]
+  assert sizes[0] - sizes[1] == 2 * ready
 
 
 def test_rounding_may_only_change_types():
