@@ -10,11 +10,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import busy_threads
 import dimension_letters
 from rlinf_jax.config import config
+import shared_stages
+import stages
 from tests import conftest
 
 SOURCE = """
@@ -198,6 +201,33 @@ def test_programs_that_a_thread_lowers_share_contexts():
   # One more where the first has reached its limit.
   assert len({*found['mine']}) <= 2
   assert not {*found['mine']} & {*found['other']}
+
+
+def test_stages_of_equal_functions_share_a_program_and_others_do_not():
+  traced = []
+  note = traced.append  # Equal to itself alone.
+
+  def stage(scale, fn=jnp.sin):
+    def run(x):
+      note(scale)
+      return scale * fn(x)
+
+    return stages.Stage(run, 'run')
+
+  with shared_stages.sharing() as programs:
+    for scale in (1, 1, 1.0, True, np.ones(1), np.ones(1)):
+      stage(scale)(jnp.ones(3))
+    types_of = [type(x) for x in traced]
+    # Arrays may change, so they share nothing.
+    assert types_of == [int, float, bool, np.ndarray, np.ndarray]
+    assert len(programs) == 3
+    for fn in (jnp.cos, lambda x: x, lambda x: x, lambda x: -x):
+      stage(1, fn)(jnp.ones(3))
+    assert len(traced) == 5 + 4 and len(programs) == 3 + 4
+    stage(1)(jnp.ones((2, 3)))  # Another shape is another program of JAX.
+    assert len(traced) == 10 and len(programs) == 7
+  stage(1)(jnp.ones(3))  # Elsewhere, each stage has its own.
+  assert len(traced) == 11
 
 
 @pytest.mark.parametrize('processes', [1, 2])
