@@ -197,6 +197,18 @@ def read(
   )
 
 
+def astype(x: jax.Array, dtype: Any) -> jax.Array:
+  """An array in another type; one to be read from files is read in it."""
+  dtype = np.dtype(dtype)
+  if x.dtype == dtype:
+    return x
+  if not isinstance(x, Deferred) or x.call.primitive is not _read:
+    return x.astype(dtype)
+  given = x.call.params
+  part = lambda index: given['read'](index).astype(dtype)
+  return read(x.shape, dtype, part, given['layout'])
+
+
 def _made(part, shape, layout):
   if layout is None:
     return jax.device_put(part((slice(None),) * len(shape)))

@@ -272,7 +272,7 @@ class Policy(NamedTuple):
       and weigh actions by the ratio, as with `out_shapes`.
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them, and `act` and `resume` where no engine acts; None where they
-      round none.
+      round none. That of a VLA also takes some parts of its parameters.
     packed_tokens: room of a packed row in tokens, see
       `stages.language.scoring.packing`; None without packing.
     imitation_loss: `params, obs, action, keys, *, train -> loss`, one number a

@@ -28,7 +28,12 @@ from sharding import row_map, rules
 from stages.models import block as block_lib
 from stages.models import config as config_lib
 from stages.models import stack
-from stages.models.layers import attention, initialize, mixed_precision
+from stages.models.layers import (
+  attention,
+  initialize,
+  mixed_precision,
+  rounding,
+)
 from stages.models.layers import rope as rope_lib
 from stages.models.vision import patches, window_vit
 
@@ -337,12 +342,7 @@ def compute_params(config: Config, params: Any) -> Any:
   Biases, norm scales and routers are used in the dtype that they are stored in,
   so they stay in it. The result of the model is the same as with `params`.
   """
-
-  def rounded(path, leaf):
-    stays = initialize.is_vector(path) or path[-1].key.startswith('router')
-    return leaf if stays else leaf.astype(config.dtype)
-
-  return jax.tree_util.tree_map_with_path(rounded, params)
+  return rounding.round_matrices(params, config.dtype, kept=('router_DE',))
 
 
 def param_shapes(config: Config) -> Any:

@@ -1,7 +1,8 @@
 """Adapters in the language model of a vision-language-action policy.
 
 Parameters of such a policy are those of `lora`, with frozen parts of the model
-under `base.FROZEN`: towers, projector and language model stay as they are. The
+under `base.FROZEN`: towers, projector and language model stay as they are, in
+the types to which the model rounds them (`base.Policy.round_params`). The
 adapters are trained, and in full all other parts: a critic, the heads of
 OpenVLA-OFT, the expert of π0.
 """
@@ -56,7 +57,8 @@ def wrap(
 
   def init(key):
     params = dict(policy.init(key))
-    frozen = {name: params.pop(name) for name in frozen_parts}
+    # Rounding does not change the model, and nothing is added to the weights.
+    frozen = policy.round_params({k: params.pop(k) for k in frozen_parts})
     if start:
       adapter = start(frozen[part])
     else:
@@ -73,6 +75,7 @@ def wrap(
     evaluate=lora.prepared(policy.evaluate, joined),
     value=lora.prepared(policy.value, joined),
     imitation_loss=lora.prepared(policy.imitation_loss, joined),
+    round_params=None,
   )
 
 

@@ -128,3 +128,22 @@ def test_a_key_tells_whether_only_shapes_count():
   deferred.defer(lambda: tell(jax.random.split(KEY)[0]))
   tell(KEY)
   assert told == [(True, False), (False, True), (False, False)]
+
+
+def test_what_is_read_in_another_type_is_read_part_by_part(parts):
+  indices, part = parts
+  mesh = mesh_lib.mesh(jax.devices()[:4], {'fsdp': 4})
+  layout = NamedSharding(mesh, PartitionSpec('fsdp'))
+
+  def make():
+    x = deferred.read((8, 4), 'float32', lambda index: part(index) + 1 / 3)
+    return deferred.astype(x, 'bfloat16'), deferred.astype(x, 'float32')
+
+  want = make()
+  assert [x.dtype for x in want] == [jnp.bfloat16, jnp.float32]
+  indices.clear()
+  for x, y in zip(deferred.defer(make), want, strict=True):
+    x = deferred.put(x, layout)
+    assert x.dtype == y.dtype
+    np.testing.assert_array_equal(bits(x), bits(y))
+  assert {part(index).shape for index in [*indices]} == {(2, 4)}

@@ -27,7 +27,12 @@ from sharding import rules
 from stages import remat as remat_lib
 from stages.models import block as block_lib
 from stages.models import stack
-from stages.models.layers import attention, initialize, mixed_precision
+from stages.models.layers import (
+  attention,
+  initialize,
+  mixed_precision,
+  rounding,
+)
 from stages.models.vision import resample
 
 Activation = Literal['gelu', 'gelu_tanh']
@@ -299,6 +304,16 @@ def _norm(module, name: str):
     block_lib.parameter(module, f'{name}_D', D),
     block_lib.parameter(module, f'{name}_bias_D', D),
   )
+
+
+def compute_params(config: Config, params: Any) -> Any:
+  """Parameters rounded once; the result of the model is the same.
+
+  Positions, class token and registers are added in the type that they are
+  stored in, so they stay in it, as do biases and scales.
+  """
+  added = 'position_PD', 'class_ID', 'register_GD'
+  return rounding.round_matrices(params, config.dtype, kept=added)
 
 
 def param_shapes(config: Config) -> Any:

@@ -19,7 +19,7 @@ from stages import base
 from stages.language import value_model
 from stages.models import block as block_lib
 from stages.models import transformer
-from stages.models.layers import initialize, mixed_precision, rope
+from stages.models.layers import initialize, mixed_precision, rope, rounding
 from stages.models.vision import vit
 from stages.vla import pictures as pictures_lib
 from stages.vla.openvla import action_tokens
@@ -180,6 +180,21 @@ def init_params(config: Config, key: jax.Array) -> Any:
     part: initialize.draw(shapes[part], key, stddev)
     for part, key in zip(shapes, keys, strict=True)
   }
+
+
+def compute_params(config: Config, params: Any) -> Any:
+  """Parameters rounded once, by part; the result of the model is the same.
+
+  Parts that OpenVLA does not have, such as a critic, stay as they are.
+  """
+  project = functools.partial(rounding.round_matrices, dtype=config.llama.dtype)
+  rounds = {
+    'dino': functools.partial(vit.compute_params, config.dino),
+    'siglip': functools.partial(vit.compute_params, config.siglip),
+    'projector': project,
+    'llama': functools.partial(transformer.compute_params, config.llama),
+  }
+  return params | {k: f(params[k]) for k, f in rounds.items() if k in params}
 
 
 def embed_patches(

@@ -113,6 +113,7 @@ def policy(
     value if critic else None,
     recompute_logp=jnp.dtype(llama.dtype) != llama.param_dtype,
     sampling=sampling,
+    round_params=functools.partial(openvla.compute_params, config.openvla),
     imitation_loss=imitation_loss,
   )
 

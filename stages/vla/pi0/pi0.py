@@ -23,7 +23,12 @@ from stages.models import block as block_lib
 from stages.models import config as config_lib
 from stages.models import stack, transformer
 from stages.models.control import flow_matching
-from stages.models.layers import attention, initialize, mixed_precision
+from stages.models.layers import (
+  attention,
+  initialize,
+  mixed_precision,
+  rounding,
+)
 from stages.models.vision import vit
 from stages.vla.pi0 import adaptive
 
@@ -112,6 +117,22 @@ class Prefix(NamedTuple):
   cache: attention.PromptCache
   output: Float[Array, 'B P D']
   mask: Bool[Array, 'B P']
+
+
+def compute_params(config: Config, params: Any) -> Any:
+  """Parameters rounded once, by part; the result of the model is the same.
+
+  The expert and parts that are not the model's stay as they are.
+  """
+  project = functools.partial(
+    rounding.round_matrices, dtype=config.vision.dtype
+  )
+  rounds = {
+    'vision': functools.partial(vit.compute_params, config.vision),
+    'projector': project,
+    'trunk': functools.partial(transformer.compute_params, config.trunk),
+  }
+  return params | {k: f(params[k]) for k, f in rounds.items() if k in params}
 
 
 def embed_images(config: Config, params, image):

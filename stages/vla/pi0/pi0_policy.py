@@ -143,6 +143,7 @@ def policy(
     exploration=exploration,
     logp_of=logp_of,
   )
+  own = own._replace(round_params=functools.partial(pi0.compute_params, config))
   return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK) if lora else own
 
 
@@ -228,6 +229,7 @@ def _init(config, checkpoint, expert_only: bool, critic, spread, key):
     params = pi0_files.read(checkpoint, config)
   if expert_only:
     frozen = {k: x for k, x in params.items() if k != EXPERT}
+    frozen = pi0.compute_params(config, frozen)
     params = {EXPERT: params[EXPERT], base.FROZEN: frozen}
   if critic:
     params[base.CRITIC] = critic.init(critic_key)
