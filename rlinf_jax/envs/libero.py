@@ -46,9 +46,10 @@ def env(
     num_processes: to spread them over.
     task_ids: numbers of the suite's tasks.
     group_size: adjacent environments of one task, such as GRPO's groups.
-    equal_tasks: refuses a number of environments that gives some tasks more of
-      them than others. In an evaluation, those tasks would start in some
-      initial states twice, and others never in some.
+    equal_tasks: refuses a number of environments, or of seeds in a held-out
+      batch, of which some tasks would have more than others. In an evaluation,
+      those tasks would start in some initial states twice, and others never in
+      some.
     instructions: encodes texts as tokens, such as `instructions.pi0`.
       Observations with images then have the tokens of their task under
       'prompt', in place of its bytes.
@@ -73,7 +74,8 @@ def env(
   }
   made = env_pool.env(make, num_envs, num_processes, **settings)
   names = libero_files.tasks(suite)
-  return task_turns.with_names(made, [names[task] for task in task_ids], turns)
+  given = [names[task] for task in task_ids]
+  return task_turns.with_names(made, given, turns, equal_tasks=equal_tasks)
 
 
 def make(

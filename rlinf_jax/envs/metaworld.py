@@ -48,9 +48,9 @@ def env(
     num_envs: how many environments.
     num_processes: to spread them over.
     group_size: adjacent environments of one task, such as GRPO's groups.
-    equal_tasks: refuses a number of environments that gives some tasks more of
-      them than others. In an evaluation, those tasks would start in some
-      scenes twice, and others never in some.
+    equal_tasks: refuses a number of environments, or of seeds in a held-out
+      batch, of which some tasks would have more than others. In an evaluation,
+      those tasks would start in some scenes twice, and others never in some.
     descriptions: what is to be done, in words, by task. Others have the words
       of their name: 'door-open-v3' is 'door open'.
     instructions: encodes texts as tokens, such as `instructions.pi0`.
@@ -81,7 +81,7 @@ def env(
     'group_size': group_size,
   }
   made = env_pool.env(make, num_envs, num_processes, **settings)
-  return task_turns.with_names(made, tasks, turns)
+  return task_turns.with_names(made, tasks, turns, equal_tasks=equal_tasks)
 
 
 def _description(task: str, descriptions: Mapping[str, str] | None) -> str:

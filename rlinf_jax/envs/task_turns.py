@@ -62,13 +62,15 @@ class Turns(NamedTuple):
       )
 
 
-def with_names(made, given: Sequence[str], turns: Turns):
+def with_names(made, given: Sequence[str], turns: Turns, *, equal_tasks: bool):
   """An Env whose evaluations report the success in each task by its name.
 
   Args:
     made: the Env of the pool; it is returned as it is if all have one task.
     given: names of the tasks that environments have in turn.
     turns: how environments have them.
+    equal_tasks: whether evaluations are refused in which some tasks would have
+      more episodes than others.
   """
   names = [*dict.fromkeys(given)]
   if len(names) == 1:
@@ -78,6 +80,7 @@ def with_names(made, given: Sequence[str], turns: Turns):
     tasks=tuple(names),
     task=functools.partial(_task, number_N, turns),
     task_group_size=turns.group_size,
+    equal_rows=turns.num_tasks * turns.group_size if equal_tasks else 1,
   )
 
 

@@ -83,6 +83,8 @@ class Env(NamedTuple):
     task: `state -> task_B`: the number of each environment's task in `tasks`,
       int32 [B]; the state of a simulator is its token. None without `tasks`.
     task_group_size: adjacent environments that have one of `tasks`.
+    equal_rows: the rows of an evaluation are a multiple of it; others are
+      refused, as some of `tasks` would have more of them.
   """
 
   init: Callable[[Any], tuple[Any, Any]]
@@ -103,3 +105,4 @@ class Env(NamedTuple):
   tasks: tuple[str, ...] = ()
   task: Callable[[Any], Any] | None = None
   task_group_size: int = 1
+  equal_rows: int = 1

@@ -33,6 +33,10 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
   episodes, their success by task where there are several, the number of those
   that a simulator lost, which are in no other, and, where the environment
   renders, a video of some of them.
+
+  Raises:
+    ValueError: by `evaluate`, if some tasks would have more seeds than others
+      where `env.equal_rows` asks for as many.
   """
   reset = rollout.reset(video.with_recorder(env), with_task=bool(env.tasks))
   attempt = rollout.rollout(
@@ -47,6 +51,14 @@ def evaluator(policy: base.Policy, env: env_lib.Env) -> Callable:
   score = stages.Stage(functools.partial(_score, env.tasks), 'score', 'sum')
 
   def evaluate(params, stats, seed_B, key):
+    if seed_B.shape[0] % env.equal_rows:
+      raise ValueError(
+        f'The {seed_B.shape[0]} seeds of a held-out batch cannot be shared '
+        f'equally by {len(env.tasks)} tasks in groups of '
+        f'{env.task_group_size}: make held_out_batch (of seed_source.seeds) a '
+        f'multiple of {env.equal_rows}, or bind '
+        'equal_tasks = False.'
+      )
     env_state, obs, *task = reset(seed_B)
     keys = stages.keys(key, seed_B)
     env_state, _, _, timestep = attempt(params, stats, env_state, obs, keys)

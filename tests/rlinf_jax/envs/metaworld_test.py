@@ -139,6 +139,9 @@ def test_environments_tell_their_tasks_by_name(monkeypatch):
   assert made['prompts']['token'].tolist() == [12, 9]
   token_B3 = np.arange(4, dtype=np.int32)[:, None] * [1, 0, 0]
   assert own.task(token_B3).tolist() == [0, 1, 0, 1]
+  assert own.equal_rows == 1
+  of_groups = metaworld.env(TASKS, 8, group_size=4, equal_tasks=True)
+  assert of_groups.equal_rows == 8
 
 
 def test_settings_that_meta_world_cannot_follow_are_refused():

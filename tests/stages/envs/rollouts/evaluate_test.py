@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jax_envs
 from rlinf_jax.run import evaluation
 from stages import base, metrics
 from stages.envs import env as env_lib
@@ -94,6 +95,18 @@ def test_success_is_reported_by_task():
     'eval/success_once',
     'eval/success_at_end',
   }
+
+
+def test_seeds_that_tasks_cannot_share_equally_are_refused():
+  env = jax_envs.line()._replace(
+    tasks=('reach', 'push'),
+    task=lambda state: 0,
+    task_group_size=2,
+    equal_rows=4,
+  )
+  run = evaluate.evaluator(base.Policy(lambda key: (), act, None), env)
+  with pytest.raises(ValueError, match='6 seeds .* a multiple of 4, or bind'):
+    run((), (), jnp.arange(6), jax.random.key(0))
 
 
 def step_of_tasks(state, action_BA):
