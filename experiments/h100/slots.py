@@ -3,10 +3,10 @@
   python -m experiments.h100.slots experiments/compiled/models/qwen2.5-1.5b
 
 The kernel is compared with float32, and timed beside XLA, which reads all
-columns. Then completions whose lengths have a long tail (`long_tail`) are
-decoded by a model of the sizes of the config.json, in static batches, in slots
-with the kernel, and in slots without. Its tokens are scored again by the
-model's forward pass, which no cache is part of.
+columns of the KV cache. Then completions whose lengths have a long tail
+(`long_tail`) are decoded by a model of the sizes in the folder's config.json,
+with random weights: in static batches, in slots with the kernel, and in slots
+without. All tokens are scored again by a forward pass without a KV cache.
 """
 
 import argparse

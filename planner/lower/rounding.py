@@ -16,7 +16,7 @@ from planner.ir import graph
 from planner.lower import program
 
 Rounded = Mapping[int, int]
-"""What a place holds in place of values, as pairs in `graph.Flow.rounded`."""
+"""The rounded values that a place holds, by the values that they replace."""
 
 
 def held(
@@ -37,9 +37,10 @@ def held(
     flow: a flow, cut or as recorded.
     plan: the plan.
     resident: the places that hold each carried value; `program.homes` if None.
-    carried: by place, the type in which it holds carried values, by their
-      number in the carry, where another flow decides that. All others are as
-      they are.
+    carried: the types of carried values, as `carried_dtypes` returns them of
+      the flow that decides them: an evaluation holds the state as the step
+      does. Values that are not in it are held as they are. None if this flow
+      decides.
     given: for a loop's body, what each place holds of its inputs.
   """
   found = {place: {} for place in plan.places}
@@ -180,8 +181,9 @@ def _reads(flow, plan, place: str) -> dict[int, int]:
 def _groups(flow, resident, place: str) -> list[list[int]]:
   """Returns numbers of the carried values of a place, in connected groups.
 
-  Two are connected if the end of one is the start of the other, as in a line of
-  older parameters, or if they have the same end.
+  Two are connected if the end of one is the start of the other, or if they have
+  the same end. So are the older parameters that `staleness` keeps: a step
+  makes each of them of the next newer ones.
   """
   groups = {}  # By a value; its members are all values of the group.
   for i, (start, end) in enumerate(flow.carry):

@@ -275,6 +275,11 @@ def _not_dynamic(modules, selector):
 def _no_module(modules, name):
   del modules
   package = name.rpartition('.')[0]
+  if not package:
+    return (
+      f'there is no module `{name}`: install it, or start the command in the '
+      'folder that has it, or name that folder in PYTHONPATH.'
+    )
   paths = getattr(sys.modules.get(package), '__path__', [])
   siblings = [f'{package}.{x.name}' for x in pkgutil.iter_modules(paths)]
   return f'there is no module `{name}`{suggest(name, siblings)}'

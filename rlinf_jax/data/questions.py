@@ -263,6 +263,7 @@ def _lengths(buckets: Sequence[int], prompt_length: int) -> list[int]:
   if wrong:
     raise ValueError(
       f'The buckets {wrong} are not lengths between 1 and prompt_length = '
-      f'{prompt_length}: leave them out, or raise prompt_length.'
+      f'{prompt_length}: leave them out, or raise prompt_length (BUCKETS and '
+      'PROMPT in gin).'
     )
   return sorted({*buckets, prompt_length})

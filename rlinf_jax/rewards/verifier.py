@@ -55,7 +55,7 @@ def verify(
   if not rewards or len(rewards) != len(weights):
     raise ValueError(
       f'There are {len(rewards)} rewards and {len(weights)} weights: give at '
-      'least one reward, and a weight for each.'
+      'least one reward, and a weight for each (REWARDS and WEIGHTS in gin).'
     )
   is_learned = [isinstance(reward, model.RewardModel) for reward in rewards]
   terms = [

@@ -245,4 +245,4 @@ def _by_set(first: Mapping[str, Any], last: Mapping[str, Any]) -> list[str]:
     f'  {float(first[metric]):6.1%} -> {float(last[metric]):6.1%}  {name}'
     for metric, name in by_set.names(last).items()
   ]
-  return ['Of these (held out):', *rows] if rows else []
+  return ['By set or task (held out):', *rows] if rows else []

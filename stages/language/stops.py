@@ -18,7 +18,8 @@ TOKENIZERS = (
   'vocab.json',
 )
 UNKNOWN = '\ufffd'  # Stands for bytes that are no character by themselves.
-ANCHORS = 'a', '1', '\n'  # Behind one of them, a token has the text it adds.
+# A token is decoded after one of these texts: alone, it may lose a space.
+ANCHORS = 'a', '1', '\n'
 
 
 def stop_tokens(checkpoint: str | pathlib.Path) -> tuple[int, ...]:
@@ -56,8 +57,11 @@ def automaton(
 
   Args:
     checkpoint: folder of the model.
-    texts: a text that ends completions, or several; None is made for no texts.
+    texts: a text that ends completions, or several.
     size: of the model's vocabulary.
+
+  Returns:
+    The automaton; None if there are no texts.
 
   Raises:
     ValueError: for an empty text, or one that the tokenizer cannot write.

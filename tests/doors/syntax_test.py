@@ -84,7 +84,8 @@ STATEMENTS = {
   'from . import x': f'cannot be read in `from . import x`: {STATEMENT}',
   'from __gin__ import x': 'cannot be read in `from __gin__ import x`: '
   f'{STATEMENT}',
-  'import nosuch': 'there is no module `nosuch`.',
+  'import nosuch': 'there is no module `nosuch`: install it, or start the '
+  'command in the folder that has it, or name that folder in PYTHONPATH.',
   'train.train.__init__ = 3': '`train.train` has no parameter `__init__`; '
   f'available: {config_errors.join_names(PARAMETERS)}.',
 }

@@ -2,9 +2,9 @@
 
 One text can be written by different tokens, and may begin and end within them.
 So the automaton of Aho and Corasick (doi:10.1145/360825.360855) reads the bytes
-of tokens: its state says which beginnings of the texts a completion ends with.
-What a token does to the state is looked up in a table. Most tokens do the same,
-so the table has a row for each class of tokens that do.
+of tokens. Its state is the longest end of a completion with which some text
+begins. A table has the next state by state and token. Most tokens lead to the
+same states, so the table has a row for each class of tokens that do.
 """
 
 from collections.abc import Sequence
@@ -34,9 +34,10 @@ class StopTexts:
   longest: int
 
   def begin(self, completions: base.Completions) -> Int[Array, ' B']:
-    """The states after the tokens so far, which end no row again.
+    """The states after the tokens so far.
 
-    They depend on the last bytes alone, and so on as many tokens.
+    A text that ended in the last token is not reported again. A state depends
+    on the last `longest` bytes at most, so only as many tokens are read.
     """
     length_B = completions.mask.sum(1, dtype=jnp.int32)
 

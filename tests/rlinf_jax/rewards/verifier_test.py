@@ -77,7 +77,10 @@ def test_a_function_of_a_module_can_be_isolated(model):
 
 BAD = [
   ({'rewards': []}, '0 rewards and 0 weights'),
-  ({'rewards': [length], 'weights': [1, 2]}, '1 rewards and 2 weights'),
+  (
+    {'rewards': [length], 'weights': [1, 2]},
+    '1 rewards and 2 weights: .* WEIGHTS in gin',
+  ),
   ({'rewards': [length, length]}, 'of different names'),
   ({'rewards': ['length']}, 'is not a reward'),
   ({'rewards': [lambda prompt, answer: 0.0]}, 'cannot be called with a comple'),

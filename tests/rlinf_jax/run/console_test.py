@@ -195,6 +195,6 @@ def test_the_summary_has_the_first_and_last_score_of_each_task(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('\n'.join(map(json.dumps, lines)))
   text = console.format_summary(tmp_path, 6.0, 'none')
   assert text.splitlines()[-2:] == [
-    'Of these (held out):',
+    'By set or task (held out):',
     '   20.0% -> 100.0%  lift_it',
   ]
