@@ -229,7 +229,9 @@ class WorkCounter(loops.LoopCounter):
       made[0].constant = args[0].constant
       # Each product converts its operands. XLA converts an array once.
       dtype = eqn.outvars[0].aval.dtype
-      return [args[0].converted.setdefault(dtype, made[0])]
+      made[0] = args[0].converted.setdefault(dtype, made[0])
+      if self._rounds_weight(eqn, args[0], made[0]):
+        self.store(made[0])
     elif name == 'broadcast_in_dim':
       made[0].letters = args[0].letters and primitives.letters_of(
         eqn, args[0].letters
@@ -244,6 +246,19 @@ class WorkCounter(loops.LoopCounter):
       )
       self._accumulate(eqn, args, made[0])
     return made
+
+  def _rounds_weight(self, eqn, wide, narrow) -> bool:
+    """Whether a weight with its adapter added is only rounded.
+
+    XLA adds and rounds in one kernel, and does so before it makes others, as
+    the product of the adapter takes more memory than what is left of it.
+    """
+    return (
+      bool(wide.letters)
+      and narrow.size < wide.size
+      and self.readers[id(eqn.invars[0])] == 1
+      and any(b.is_product and not b.outside for b in wide.sources)
+    )
 
   def _accumulate(self, eqn, args, total: variables.Variable):
     """Adds a product to another, or to a parameter, as it is computed.

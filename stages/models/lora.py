@@ -252,7 +252,9 @@ def merge(params):
   """
   params = _expanded(params)
   layers, own = {}, params[base.FROZEN][PARAMS]['layers']
-  for p, a, b in pairs(params):
+  # A product takes more memory than the sum, which is rounded: that of the
+  # largest matrix is made first, when there are no others.
+  for p, a, b in sorted(pairs(params), key=lambda x: -own[x[0]].size):
     ins, outs = split(p)
     delta = jnp.einsum(f'L{ins}I,LI{outs}->L{ins}{outs}', a, b)
     layers[p] = (own[p].astype(delta.dtype) + delta).astype(own[p].dtype)

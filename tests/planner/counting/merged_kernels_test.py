@@ -3,8 +3,11 @@
 import jax
 from jax import lax
 import jax.numpy as jnp
+import pytest
 
 from planner.counting import count
+from stages.language import language_model
+from stages.models import lora, transformer
 
 B, D = 64, 32
 ITEM = 4  # Bytes of float32.
@@ -78,3 +81,46 @@ def test_a_gpu_adds_an_adapter_to_its_weight_in_place():
   # At the loop, two sums are there, and elsewhere also the two products.
   more = bytes_alive(merged, 'tpu') - bytes_alive(merged, 'gpu')
   assert more == 2 * ITEM * B * B
+
+
+@pytest.mark.parametrize('platform', ['gpu', 'tpu'])
+def test_a_weight_is_rounded_as_its_adapter_is_added(platform):
+  def act(weights, a, b):
+    def merged(w):
+      return (w.astype(jnp.float32) + a @ b).astype(jnp.bfloat16)
+
+    one, other = map(merged, weights)
+
+    def turn(y, _):
+      return one @ (other @ y), None
+
+    y = jnp.zeros((B, 1), jnp.bfloat16)
+    return lax.scan(turn, y, None, length=3)[0]
+
+  weight = jax.ShapeDtypeStruct((B, B), jnp.bfloat16)
+  low = jax.ShapeDtypeStruct((B, D), jnp.float32)
+  high = jax.ShapeDtypeStruct((D, B), jnp.float32)
+  letters = [('D', 'F'), ('D', 'F'), ('D', ''), ('', 'F')]
+  done = count.work(
+    act, (weight, weight), low, high, letters=letters, platform=platform
+  )
+  # Two sums in bfloat16, and the product of the second in float32.
+  sums = 2 * 2 * B * B
+  assert 0 <= done.bytes_alive - (sums + ITEM * B * B) <= 8 * B
+
+
+def test_the_adapter_of_the_largest_matrix_is_added_first():
+  config = transformer.Config(
+    V=32, D=32, L=2, H=2, K=1, W=16, F=256, dtype='bfloat16'
+  )
+  policy = lora.wrap(
+    language_model.policy(config, response_length=4), lora.Lora(rank=2)
+  )
+  params = jax.eval_shape(policy.init, jax.random.key(0))
+  eqns = jax.make_jaxpr(lora.merge)(params).eqns
+  sizes = [
+    eqn.outvars[0].aval.size
+    for eqn in eqns
+    if eqn.primitive.name == 'dot_general'
+  ]
+  assert len(sizes) == 7 and sizes == sorted(sizes, reverse=True)
