@@ -10,6 +10,7 @@ number changes.
 import collections
 from collections.abc import Iterable, Mapping
 import dataclasses
+import itertools
 from typing import Any
 
 from planner.ir import graph
@@ -122,9 +123,10 @@ def with_readers(step: graph.Flow, evaluate: graph.Flow) -> graph.Flow:
     evaluate: that of an evaluation, which carries the same values.
   """
   number = {start: i for i, (start, _) in enumerate(evaluate.carry)}
+  returned = ((program.SINK, v, None) for v in evaluate.outputs)
   found = dict.fromkeys(
     (name, number[v], dtype)
-    for name, v, dtype in _all_reads(evaluate)
+    for name, v, dtype in itertools.chain(_all_reads(evaluate), returned)
     if v in number
   )
   return dataclasses.replace(step, read_elsewhere=tuple(found))
@@ -152,7 +154,7 @@ def _reads(flow, plan, place: str) -> dict[int, int]:
   """Returns the values that a place reads, and what all its stages make of it.
 
   That is the value itself if one of them reads it as it is, or in another type.
-  What moves rows, and what a loop carries, counts at every place.
+  What moves rows counts at every place.
   """
   found = {}
 
@@ -168,8 +170,9 @@ def _reads(flow, plan, place: str) -> dict[int, int]:
         if x in before and x in body.inputs:
           key = before[x], body.values[w].dtype
           read(before[x], flow.in_dtype.get(key, before[x]))
-      for x in {*(start for start, _ in body.carry), *body.outputs}:
-        if x in before:
+      carried = program.homes(body, plan)
+      for x in {*carried, *body.outputs}:
+        if x in before and place in carried.get(x, (place,)):
           read(before[x], before[x])
     elif plan.stages.get(node.name) == place:
       to = dict(node.rounded)
@@ -213,8 +216,9 @@ def _dtype(flow, plan, place, resident, group, reads):
   owned = {i for i in group if resident[flow.carry[i][0]][0] == place}
   for i in owned:  # Its owner writes it to checkpoints and hands it on.
     start, end = flow.carry[i]
-    later = (j for j, pair in enumerate(flow.carry) if pair[1] == start)
-    if start == end or len(resident[start]) > 1 or {*later} - {*group}:
+    later = {other for other, last in flow.carry if last == start}
+    there = {name for v in (start, *later) for name in resident[v]}
+    if start == end or there != {place}:
       return None
   types |= {
     dtype

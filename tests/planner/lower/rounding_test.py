@@ -136,6 +136,57 @@ def test_older_parameters_are_rounded_where_they_act_alone():
   assert held(both, act='b', judge='a') == {}
 
 
+def test_what_a_place_hands_on_to_another_that_reads_it_stays_as_it_is():
+  def step(state, x):
+    now, before, oldest = state
+    x = act(oldest, act(before, judge(oldest, x)))
+    return (learn(now, x), now, before), x
+
+  flow = flow_lib.trace(step, (PARAMS,) * 3, ROWS)
+  # It alone holds `before`, of which the place of `judge` makes its `oldest`.
+  assert held(flow, act='b') == {}
+
+
+def test_what_evaluations_return_stays_as_it_is():
+  state = PARAMS, PARAMS
+  step = flow_lib.trace(stale, state, ROWS)
+  assert held(step, act='b')
+  evaluate = flow_lib.trace(lambda state, x: (state, state[1]), state, ROWS)
+  assert held(rounding.with_readers(step, evaluate), act='b') == {}
+
+
+def changed(params, x):
+  """A loop that changes parameters, which one place samples with."""
+
+  def body(carry):
+    params, x = carry
+    x = act(params, x)
+    return (learn(params, x), x), None
+
+  return stages.Repeat(body, 'updates', 2)((params, x))
+
+
+def test_the_planner_rounds_nothing_that_loops_carry():
+  flow = flow_of(step=changed)
+  (loop,) = flow.nodes
+  plan = plan_lib.Plan(TWO, {'act': 'b', 'learn': 'a'})
+  inner = rounding.in_body(flow, loop, plan, rounding.held(flow, plan))
+  assert not inner['b']
+  assert held(flow, act='b') == held(unroll.unroll(flow), act='b') == {}
+
+
+def test_what_a_loop_carries_elsewhere_may_be_rounded_here():
+  def step(params, x):
+    x = score(params, x)
+    _, x = changed(params, x)
+    return learn(params, x), x
+
+  flow = flow_of(step=step)
+  where = {'act': 'a', 'score': 'b'}
+  for known in flow, unroll.unroll(flow):
+    assert [*held(known, **where).values()] == ['bfloat16'] * 2
+
+
 def looped(params, x):
   def body(x, params):
     return act(params, x), None
