@@ -97,11 +97,22 @@ class Chat:
 def converse(
   chat: Chat, lines: Iterable[str], system: str | None, key: jax.Array
 ) -> Iterator[str]:
-  """Yields an answer to each line, until one is empty."""
+  """Yields an answer to each line, until one is empty.
+
+  A line with characters that the tokenizer cannot encode does not reach the
+  model: its answer says which they are.
+  """
   messages = [{'role': 'system', 'content': system}] if system else []
   for n, line in enumerate(lines):
     if not line.strip():
       return
+    ids = chat.tokenizer(line, add_special_tokens=False)['input_ids']
+    if lost := tokens.lost_characters(chat.tokenizer, line.strip(), ids):
+      yield (
+        f'(The tokenizer of this model cannot encode {sorted(lost)}: write '
+        'without these characters.)'
+      )
+      continue
     messages.append({'role': 'user', 'content': line.strip()})
     text = chat.answer(messages, jax.random.fold_in(key, n))
     messages.append({'role': 'assistant', 'content': text})

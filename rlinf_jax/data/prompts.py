@@ -104,7 +104,8 @@ def encode(
       raise ValueError(
         f'{row.where}, or what TEMPLATE, SYSTEM and the chat template put '
         f'around it, has {sorted(lost)}, which this tokenizer cannot encode: '
-        'remove these characters, or use another model.'
+        'remove these characters, set TEMPLATE or SYSTEM without them, or use '
+        'another model.'
       )
     if not token:
       raise ValueError(f'{row.where} has no tokens: leave the row out.')

@@ -6,8 +6,10 @@ import pathlib
 import shutil
 import sys
 import time
+import types
 
 from absl.testing import flagsaver
+import jax
 import pytest
 
 from rlinf_jax import chat, command_line
@@ -265,6 +267,22 @@ def test_a_model_that_answers_is_not_refused(here, monkeypatch, capsys):
   words = [str(here / 'model'), '--length=2']
   code, out, errors = end('chat', words, monkeypatch, capsys)
   assert (code, errors) == (0, '') and out.strip()
+
+
+def test_a_chat_says_which_characters_the_tokenizer_lacks(tmp_path):
+  heard = []
+
+  def answer(messages, key):
+    del key
+    heard.append(messages[-1]['content'])
+    return 'a'
+
+  tokenizer = tokens.train_tokenizer(str(tmp_path / 'own'), ['ab'], 8)
+  there = types.SimpleNamespace(tokenizer=tokenizer, answer=answer)
+  lines = ['b?\n', 'b\n']
+  said = [*chat.converse(there, lines, None, jax.random.key(0))]
+  assert "cannot encode ['?']" in said[0]
+  assert said[1] == 'a' and heard == ['b']
 
 
 def test_a_config_that_transformers_refuses_is_among_what_to_copy(

@@ -362,6 +362,7 @@ def test_bad_settings_are_refused_in_a_sentence(folder, settings, message):
 def test_a_character_that_the_tokenizer_lacks_names_its_line(folder, tmp_path):
   train = write(tmp_path / 'c.jsonl', [{'prompt': 'é', 'answer': '1'}])
   with pytest.raises(
-    ValueError, match="line 1, or .* has .*'é'.*cannot encode"
+    ValueError,
+    match="line 1, or .* has .*'é'.*cannot encode: .* set TEMPLATE or SYSTEM",
   ):
     source(folder, train=train, chat=False)
