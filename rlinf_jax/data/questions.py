@@ -246,7 +246,7 @@ def _held_out_files(given) -> dict[str, str]:
         "their metrics would be logged: name the sets, as in {'name': 'file'}."
       )
   if not files_of:
-    raise ValueError("No file is given for 'held_out': name one.")
+    raise ValueError("No file is given for 'held_out' (EVAL in gin): name one.")
   wrong = [x for x in files_of if not x or '/' in x or x == 'all']
   if wrong and len(files_of) > 1:
     raise ValueError(

@@ -162,7 +162,7 @@ def _check_group(name, reward_G):
   if G < 2:
     raise ValueError(
       f'{name} compares the rewards of a group and was given a group of {G}: '
-      'make groups of 2 or more.'
+      'make groups of 2 or more (group_size; GROUP in gin).'
     )
 
 

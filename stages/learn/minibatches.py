@@ -69,7 +69,8 @@ def _num_rows(tree, n: int, group_size: int) -> int:
   if B % (n * group_size):
     raise ValueError(
       f'{B} rows cannot be split into {n} minibatches of whole groups of '
-      f'{group_size}: the batch must be a multiple of {n * group_size} rows.'
+      f'{group_size}: make the batch a multiple of {n} groups, which is '
+      f'{n * group_size} rows, or num_minibatches smaller (UPDATES in gin).'
     )
   return B
 

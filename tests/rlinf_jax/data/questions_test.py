@@ -345,7 +345,7 @@ BAD_SETTINGS = [
   ({'template': 'Add!'}, 'where the question goes'),
   ({'buckets': (50,)}, r'buckets \[50\]'),
   ({'train': ()}, "No file is given for 'train'"),
-  ({'held_out': {}}, "No file is given for 'held_out'"),
+  ({'held_out': {}}, r"No file is given for 'held_out' \(EVAL in gin\)"),
   ({'held_out': {'a/b': 'x', 'c': 'x'}}, 'without slashes'),
   ({'held_out': {'all': 'x', 'c': 'x'}}, 'all sets together'),
   ({'held_out': ['a/x.jsonl', 'b/x.jsonl']}, 'have the same names'),

@@ -205,7 +205,8 @@ def test_almost_equal_rewards_have_a_small_advantage():
 )
 def test_a_group_of_one_is_refused(estimate):
   with pytest.raises(
-    ValueError, match='a group of 1: make groups of 2 or more'
+    ValueError,
+    match=r'a group of 1: make groups of 2 or more \(group_size; GROUP',
   ):
     estimate(jnp.ones(1))
 
