@@ -100,7 +100,7 @@ def test_an_unknown_minibatch_by_is_refused():
 @pytest.mark.parametrize('n, group_size', [(5, 1), (3, 16)])
 def test_minibatches_that_would_split_a_group_are_refused(n, group_size):
   with pytest.raises(
-    ValueError, match=f'24 rows .* multiple of {n * group_size}'
+    ValueError, match=f'24 rows .* multiple of {n} .* {n * group_size} rows'
   ):
     minibatches.shuffle(n, 1, group_size)(KEY, ROWS)
 
