@@ -245,10 +245,11 @@ def gather(tree, rules: Rules = DEFAULT):
 def gathers(tree, rules: Rules = DEFAULT) -> bool:
   """Whether `gather` sends parameters between devices of the ambient mesh."""
   mesh = jax.sharding.get_abstract_mesh()
-  return not mesh.empty and any(
-    _specs(mesh, path, leaf, rules)[0] != _specs(mesh, path, leaf, rules)[1]
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  )
+  if mesh.empty:
+    return False
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  specs = (_specs(mesh, path, leaf, rules) for path, leaf in leaves)
+  return any(own != gathered for own, gathered in specs)
 
 
 def _specs(mesh, path, leaf, rules: Rules) -> list[PartitionSpec]:

@@ -146,18 +146,18 @@ def main(measure, published: bool):
         rows,
         model.llama.dtype,
       )
-      print(f'{name}, {rows} rows: {compared(slow, fast)}', flush=True)
+      found = compared({'one by one': slow, 'in one pass': fast})
+      print(f'{name}, {rows} rows: {found}', flush=True)
 
 
-def compared(slow, fast) -> str:
-  """One way beside the other, in seconds or counted."""
-  if isinstance(slow, float):
-    return (
-      f'one by one {slow:.4f} s, in one pass {fast:.4f} s, '
-      f'ratio {slow / fast:.1f}'
-    )
+def compared(ways: dict[str, float | tuple[float, float]]) -> str:
+  """Two ways beside each other, in seconds or counted."""
+  (one, first), (other, second) = ways.items()
+  if isinstance(first, float):
+    ratio = f'ratio {first / second:.2f}'
+    return f'{one} {first:.4f} s, {other} {second:.4f} s, {ratio}'
   words = '{:.2f} GFLOP and {:.2f} GB'.format
-  return f'one by one {words(*slow)}, in one pass {words(*fast)}'
+  return f'{one} {words(*first)}, {other} {words(*second)}'
 
 
 if __name__ == '__main__':

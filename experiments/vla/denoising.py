@@ -83,18 +83,9 @@ def main(measure, config: pi0.Config):
         measure(policy(robot, config, n), obs, rows, config.trunk.dtype)
         for n in (STEPS, 1)
       )
-      print(f'{cameras} cameras, {rows} rows: {compared(ten, one)}', flush=True)
-
-
-def compared(ten, one) -> str:
-  """Both, in seconds or counted."""
-  if isinstance(ten, float):
-    return (
-      f'{STEPS} denoising steps {ten:.4f} s, one {one:.4f} s, '
-      f'ratio {ten / one:.2f}'
-    )
-  words = '{:.2f} GFLOP and {:.2f} GB'.format
-  return f'{STEPS} denoising steps {words(*ten)}, one {words(*one)}'
+      ways = {f'{STEPS} denoising steps': ten, 'one': one}
+      found = decoding.compared(ways)
+      print(f'{cameras} cameras, {rows} rows: {found}', flush=True)
 
 
 if __name__ == '__main__':

@@ -26,7 +26,7 @@ OUT = flags.DEFINE_string(
   'out', 'tiny', 'Folder of the model and the data.', allow_override=True
 )
 
-HELD_OUT = 4  # Every fourth question is for evaluation alone.
+HELD_OUT = 4  # One question of so many is for evaluation alone.
 TEMPLATE = '{% for message in messages %}{{ message.content }}{% endfor %}'
 
 

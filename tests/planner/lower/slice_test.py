@@ -99,9 +99,8 @@ def test_an_unknown_minibatch_by_is_refused():
 
 @pytest.mark.parametrize('n, group_size', [(5, 1), (3, 16)])
 def test_minibatches_that_would_split_a_group_are_refused(n, group_size):
-  with pytest.raises(
-    ValueError, match=f'24 rows .* multiple of {n} .* {n * group_size} rows'
-  ):
+  rows = f'a multiple of {n} groups, which is {n * group_size} rows'
+  with pytest.raises(ValueError, match=f'24 rows .* {rows}'):
     minibatches.shuffle(n, 1, group_size)(KEY, ROWS)
 
 
