@@ -186,17 +186,20 @@ def _curves(
 
 
 def _metrics(runs: Mapping[str, run_folder.Run]) -> str:
-  """The last value of every metric that more than one run has."""
+  """The last value of metrics that several runs have, and of evaluations.
+
+  Of the sets on which one run alone was evaluated, its value stands alone.
+  """
   metrics = sorted({name for run in runs.values() for name in run.series})
   rows = []
   for metric in metrics:
     having = [run for run in runs.values() if metric in run.series]
-    if len(having) < 2:
+    if len(having) < 2 and not metric.startswith('eval/'):
       continue
     cells = ''.join(
       f'<td>{summary.number(float(run.series[metric].value[-1]))}</td>'
       if metric in run.series
-      else '<td></td>'
+      else '<td>–</td>'
       for run in runs.values()
     )
     rows.append(f'<tr><td>{html.escape(metric)}</td>{cells}</tr>')

@@ -67,6 +67,16 @@ def test_runs_are_compared_curve_by_curve(tmp_path):
   assert 'group_size' not in text  # It is the same.
 
 
+def test_a_set_on_which_one_run_was_evaluated_is_shown(tmp_path):
+  a = evaluation(tmp_path / 'a', [1, 0])
+  line = {'step': 0, 'eval/sums/accuracy': 0.75, 'reward/mean': 0.5}
+  fake_run.write_lines(a / 'metrics.jsonl', [line])
+  b = evaluation(tmp_path / 'b', [1, 1])
+  text = compare.write([a, b], tmp_path / 'c.html').read_text()
+  assert '<td>eval/sums/accuracy</td><td>0.75</td><td>–</td>' in text
+  assert '<td>reward/mean</td>' not in text
+
+
 def test_completions_that_one_run_alone_has_right_are_shown(tmp_path):
   a = evaluation(tmp_path / 'a', [1, 0, 0, 1])
   b = evaluation(tmp_path / 'b', [1, 1, 0, 0])
