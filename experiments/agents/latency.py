@@ -24,7 +24,8 @@ import numpy as np
 
 from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import episodes, problems
-from rlinf_jax.prepare import products, warm_start
+from rlinf_jax.prepare import warm_start
+from rlinf_jax.prepare.agents import products
 from stages import base
 from stages.language import conversation, huggingface, policy_stages
 

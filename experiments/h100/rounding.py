@@ -41,7 +41,7 @@ def parse():
 
 
 def timed(fn, *args):
-  """What a call returns, and its median milliseconds without compilation."""
+  """The result of a call, and its median milliseconds without compilation."""
   found, took = jax.block_until_ready(fn(*args)), []
   for _ in range(ROUNDS):
     start = time.perf_counter()

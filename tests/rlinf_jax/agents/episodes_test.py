@@ -10,7 +10,7 @@ import pytest
 
 from rlinf_jax.agents import base as agents_base
 from rlinf_jax.agents import deadline, episodes, problems, stepping
-from rlinf_jax.prepare import products
+from rlinf_jax.prepare.agents import products
 from stages import base
 from stages.language import conversation, tokens
 from stages.language.scoring import packing

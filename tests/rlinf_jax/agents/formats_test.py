@@ -1,7 +1,7 @@
 import pytest
 
 from rlinf_jax.agents import formats, tools
-from rlinf_jax.prepare import products
+from rlinf_jax.prepare.agents import products
 from stages.language import tokens
 import tools_of_mine
 

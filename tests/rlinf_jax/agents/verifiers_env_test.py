@@ -21,7 +21,8 @@ import verifiers
 
 from rlinf_jax.agents import episodes, formats, problems, verifiers_env
 from rlinf_jax.data import text_arrays
-from rlinf_jax.prepare import products, warm_start
+from rlinf_jax.prepare import warm_start
+from rlinf_jax.prepare.agents import products
 import stages
 from stages import workflows
 from stages.language import conversation, huggingface, policy_stages, tokens

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax.agents import base
-from rlinf_jax.prepare import larger_number
+from rlinf_jax.prepare.agents import larger_number
 
 
 def draw(rows, held_out):

@@ -3,7 +3,7 @@ import pytest
 
 from rlinf_jax.agents import formats, tool_env
 from rlinf_jax.agents.tools import search
-from rlinf_jax.prepare import two_hops
+from rlinf_jax.prepare.agents import two_hops
 from stages.language import tokens
 
 

@@ -1,6 +1,6 @@
 import numpy as np
 
-from rlinf_jax.prepare import products
+from rlinf_jax.prepare.agents import products
 from stages.tasks import arithmetic
 
 DIGITS = arithmetic.Digits(3, 3)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rlinf_jax.prepare import frozen_lake
+from rlinf_jax.prepare.agents import frozen_lake
 
 
 def drawn(held_out, rows=200):
