@@ -19,6 +19,7 @@ import psutil
 import pytest
 import ray
 
+import claims
 import local_ray
 from rlinf_jax.run_files import checkpoint
 from rlinf_jax.runtime import programs
@@ -112,10 +113,17 @@ def cluster():
     ray.shutdown()
 
 
-def test_two_processes_of_a_device_compute_the_same_bits(runtimes, tmp_path):
-  remote, local_ = runtimes(TWO, driver_test.flows)
-  got = driver_test.run(remote, driver_test.grpo)
-  want = driver_test.run(local_, driver_test.grpo)
+@pytest.mark.parametrize(
+  'dtype', claims.some(['float32', 'bfloat16'], keep=['bfloat16'])
+)
+def test_two_processes_of_a_device_compute_the_same_bits(
+  runtimes, tmp_path, dtype
+):
+  """In bfloat16 both round their part of the parameters before sending it."""
+  remote, local_ = runtimes(TWO, functools.partial(driver_test.flows, 0, dtype))
+  make = functools.partial(driver_test.grpo, 0, dtype)
+  got = driver_test.run(remote, make)
+  want = driver_test.run(local_, make)
   tiny.assert_same_bits(got, want)
   assert {*remote.processes()} == {'actor', 'learner 1/2', 'learner 2/2'}
   assert {*remote.moved()} == {('actor', 'learner'), ('learner', 'actor')}
