@@ -134,7 +134,7 @@ def expand(path: str) -> pathlib.Path:
 
   Raises:
     FileNotFoundError: if there is no such file.
-    ValueError: if an environment variable is not set.
+    ValueError: if it is a folder, or an environment variable is not set.
   """
   # An unset variable would become part of a name that looks complete.
   expanded = os.path.expanduser(os.path.expandvars(path))
@@ -144,6 +144,12 @@ def expand(path: str) -> pathlib.Path:
       'folder, or write the folder out.'
     )
   file = pathlib.Path(expanded)
+  if file.is_dir():
+    found = sorted(x.name for x in file.iterdir() if x.suffix in _READERS)
+    raise ValueError(
+      f'{file} is a folder: name one of its files'
+      + (f', such as {config_errors.join_names(found[:3])}.' if found else '.')
+    )
   if not file.is_file():
     raise FileNotFoundError(
       f'There is no file {file} (searched in {pathlib.Path.cwd()}): give the '

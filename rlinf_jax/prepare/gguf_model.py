@@ -103,6 +103,8 @@ def _open(file):
     raise ImportError(
       'Reading GGUF needs the package gguf: pip install "rlinf-jax[gguf]".'
     ) from error
+  if pathlib.Path(file).is_dir():
+    raise weights.CheckpointError(f'{file} is a folder: name the file in it.')
   if not pathlib.Path(file).is_file():
     raise weights.CheckpointError(f'There is no file {file}.')
   try:

@@ -24,6 +24,11 @@ FILES = {
 # is a folder of `FILES`, a model without a chat template and an adapter.
 WRONG = [
   ({'TRAIN': '{here}/none.jsonl'}, 'There is no file {here}/none.jsonl'),
+  (
+    {'TRAIN': '{here}'},
+    '{here} is a folder: name one of its files, such as `empty.jsonl`, ',
+  ),
+  ({'EVAL': '{here}/bare'}, '{here}/bare is a folder: name one of its files.'),
   ({'TRAIN': '{here}/empty.jsonl'}, '{here}/empty.jsonl has no rows'),
   ({'EVAL': '{here}/empty.jsonl'}, '{here}/empty.jsonl has no rows'),
   (

@@ -139,7 +139,7 @@ WRONG = [
   ('gguf_model', ['{here}/file'], 'Usage: python -m rlinf_jax.prepare.gguf_mo'),
   ('gguf_model', ['', ''], 'Usage: python -m rlinf_jax.prepare.gguf_model'),
   ('gguf_model', ['/none', '{here}/new'], 'There is no file /none.'),
-  ('gguf_model', ['{here}', '{here}/new'], 'There is no file {here}.'),
+  ('gguf_model', ['{here}', '{here}/new'], '{here} is a folder: name the'),
   ('gguf_model', ['no_such', '{here}/new'], 'The package no_such is not insta'),
   ('gguf_model', ['os', '{here}/new'], 'The package os has 0 GGUF files'),
   ('gguf_model', ['{here}/file', '{here}/new'], '{here}/file cannot be read'),
