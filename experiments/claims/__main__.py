@@ -31,13 +31,16 @@ PAGE = ROOT / 'docs/claims.md'
 ROUND = ROOT / 'runs/claims/round'
 # A command may print what it found, as its last line of this kind.
 FIGURE = re.compile('^figure: (.*)$', re.MULTILINE)
+# Of the last line of pytest.
+SKIPPED = re.compile(r'(\d+) skipped.* in [\d.]+s', re.MULTILINE)
 HEAD = """# Claims
 
 Every claim, the figure that was last found, and the commands that find it. A
 command that is a test proves its figure: it fails where the claim is wrong.
 `make claims` runs them all, for many hours, goes on where it was stopped, and
 writes this page. `make test` proves a small instance of each claim, but for
-whole learning runs and speed.
+whole learning runs and speed. Tests that were skipped, such as for a library
+that is not installed, are counted beside the figure.
 
 | claim | figure | found by | commit | date | machine |
 |---|---|---|---|---|---|
@@ -92,7 +95,8 @@ def run(command) -> dict:
   """Runs one command, unless this round has its result already.
 
   Returns:
-    What is stored of it: its status, seconds, figure, commit, date, machine.
+    What is stored of it: its status, seconds, figure, number of skipped tests,
+    commit, date, machine.
   """
   digest = hashlib.sha256(command.encode()).hexdigest()[:12]
   file, log = ROUND / f'{digest}.json', ROUND / f'{digest}.log'
@@ -106,12 +110,14 @@ def run(command) -> dict:
     status = subprocess.run(
       ['bash', '-c', words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
     ).returncode
-  figures = FIGURE.findall(log.read_text())
+  printed = log.read_text()
+  figures = FIGURE.findall(printed)
   result = {
     'command': command,
     'status': status,
     'seconds': round(time.monotonic() - start, 1),
     'figure': figures[-1] if figures else None,
+    'skipped': sum(map(int, SKIPPED.findall(printed))),
     'commit': git('rev-parse', '--short=8', 'HEAD')
     + ('+' if git('status', '--porcelain') else ''),
     'date': datetime.date.today().isoformat(),
@@ -127,6 +133,8 @@ def record(claim, results) -> dict:
   last = results[-1]
   figures = [x['figure'] for x in results if x['figure']]
   found = {name: last[name] for name in ('commit', 'date', 'machine')}
+  if skipped := sum(x.get('skipped', 0) for x in results):
+    found['skipped'] = skipped
   return found | {'figure': ', '.join(figures) or claim.figure}
 
 
@@ -145,9 +153,12 @@ def row(claim, found) -> str:
     # Not a link: the page is part of a site that has no experiments.
     commands = f'`{claim.page}`: {commands}'
   found = found or dict.fromkeys(('commit', 'date', 'machine'), 'not run yet')
+  figure = found.get('figure', claim.figure)
+  if skipped := found.get('skipped'):
+    figure += f' ({skipped} tests skipped)'
   cells = [
     claim.claim,
-    found.get('figure', claim.figure),
+    figure,
     commands,
     *(found[name] for name in ('commit', 'date', 'machine')),
   ]

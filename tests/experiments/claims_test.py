@@ -53,6 +53,13 @@ def elsewhere(tmp_path, monkeypatch):
   return tmp_path
 
 
+# The output of pytest in two commands.
+SKIPPING = (
+  'echo "3 skipped in the morning"; echo "93 passed, 9 skipped in 266.81s"',
+  'echo "1 failed, 5 passed, 2 skipped, 1 warning in 6.30s (0:00:06)"',
+)
+
+
 def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
   ran, broken = elsewhere / 'ran', elsewhere / 'broken'
   broken.touch()
@@ -61,6 +68,7 @@ def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
     claims_main.Claim(
       'two', 'Two', '2 %', (f'echo two >> {ran}; echo figure: 3 %',)
     ),
+    claims_main.Claim('tests', 'Tests', '5 %', SKIPPING),
     claims_main.Claim('three', 'Three', '4 %', (f'! test -e {broken}',)),
   ]
   monkeypatch.setattr(claims_main, 'read', lambda: claims)
@@ -71,8 +79,11 @@ def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
   claims_main.main()
   assert ran.read_text() == 'one\ntwo\n'
   records = json.loads((elsewhere / 'RECORDS').read_text())
-  assert [records[x.name]['figure'] for x in claims] == ['1 %', '3 %', '4 %']
-  assert '| Two | 3 % |' in (elsewhere / 'PAGE').read_text()
+  found = [records[x.name]['figure'] for x in claims]
+  assert found == ['1 %', '3 %', '5 %', '4 %']
+  page = (elsewhere / 'PAGE').read_text()
+  assert '| Two | 3 % |' in page
+  assert '| Tests | 5 % (11 tests skipped) |' in page
   claims_main.main()  # A new round.
   assert ran.read_text() == 'one\ntwo\n' * 2
 

@@ -235,9 +235,9 @@ def test_cached_decoding_sees_the_logits_of_transformers(case, monkeypatch):
   np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
+# It has two kinds of layers.
+@pytest.mark.parametrize('case', ['gemma3, two ropes, untied'], indirect=True)
 def test_resumed_rows_see_their_old_tokens_within_the_window(case):
-  if case.model_type != 'gemma3_text':
-    pytest.skip('One architecture with two kinds of layers is enough.')
   policy = language_model.policy(case.config, response_length=STEPS)
   prompt = prompts(case.config, [9, 1, 5])
   act = jax.jit(functools.partial(policy.act, greedy=True))
