@@ -40,7 +40,9 @@ command that is a test proves its figure: it fails where the claim is wrong.
 `make claims` runs them all, for many hours, goes on where it was stopped, and
 writes this page. `make test` proves a small instance of each claim, but for
 whole learning runs and speed. Tests that were skipped, such as for a library
-that is not installed, are counted beside the figure.
+that is not installed, are counted beside the figure. "By hand" is what was not
+found by `make claims`, but by the same commands or those of the page named, in
+one or several runs; figures in words such as "one seed" say how many.
 
 | claim | figure | found by | commit | date | machine |
 |---|---|---|---|---|---|
@@ -57,6 +59,8 @@ class Claim(NamedTuple):
     commands: lines of shell, run one after the other in the root folder; none
       where the figure was measured by hand.
     page: that describes the method, if there is one.
+    by_hand: commit and date of the figure where its commands were last run by
+      hand, which is shown until a record has a later one.
   """
 
   name: str
@@ -64,6 +68,7 @@ class Claim(NamedTuple):
   figure: str
   commands: tuple[str, ...]
   page: str | None = None
+  by_hand: tuple[str, str] | None = None
 
 
 def read() -> list[Claim]:
@@ -152,7 +157,7 @@ def row(claim, found) -> str:
   if claim.page:
     # Not a link: the page is part of a site that has no experiments.
     commands = f'`{claim.page}`: {commands}'
-  found = found or dict.fromkeys(('commit', 'date', 'machine'), 'not run yet')
+  found = found or by_hand(claim)
   figure = found.get('figure', claim.figure)
   if skipped := found.get('skipped'):
     figure += f' ({skipped} tests skipped)'
@@ -163,6 +168,14 @@ def row(claim, found) -> str:
     *(found[name] for name in ('commit', 'date', 'machine')),
   ]
   return '| ' + ' | '.join(x.replace('|', '\\|') for x in cells) + ' |\n'
+
+
+def by_hand(claim) -> dict:
+  """Commit, date and machine of a claim that has no record."""
+  if not claim.by_hand:
+    return dict.fromkeys(('commit', 'date', 'machine'), 'not run yet')
+  commit, date = claim.by_hand
+  return {'commit': f'{commit}, by hand', 'date': date, 'machine': 'see there'}
 
 
 def main():

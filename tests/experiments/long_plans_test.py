@@ -49,6 +49,21 @@ def test_7b_at_512_and_8192_tokens_has_a_plan_for_eight_devices(
   planned(cluster, tmp_path)
 
 
+@pytest.mark.claims
+@pytest.mark.slow
+def test_the_plan_of_7b_for_1024_devices_is_proved_within_a_minute(tmp_path):
+  """The minute is of the whole report; the proof takes a part of it."""
+  file = tmp_path / 'plan.json'
+  done = front_door.run(
+    *('--plan_only', '--gin_file', 'experiments/compiled/grpo.gin'),
+    *('--gin.GROUPS=128', '--gin.GROUP=16', '--plan_json', str(file)),
+    *('--cluster', 'gin_configs/clusters/h100x1024.gin'),
+  )
+  assert done.returncode == 0, done.stderr
+  data = json.loads(file.read_text())
+  assert data['searched']['proved'] and data['searched']['gap'] == 0
+
+
 def unproved(text, data):
   """Whether a plan is reported of which nothing is proved."""
   assert 'time was up before anything was proved' in text

@@ -1,0 +1,1 @@
+"""Small worlds for agents, and demonstrations that models learn first."""
