@@ -96,7 +96,7 @@ def map_heads(
     q_BTHW: queries, which devices can share evenly.
     k_BCKW: keys, likewise.
     v_BCKW: values.
-    x_BC: what `fn` reads of each key.
+    x_BC: what `fn` reads of each key; None for nothing.
     rules: mesh axes of each letter.
   """
   mesh = jax.sharding.get_abstract_mesh()

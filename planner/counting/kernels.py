@@ -21,7 +21,7 @@ OPERATIONS = 5  # On each score: scaled, masked, subtracted, exp, added.
 
 
 class Attention(NamedTuple):
-  """A call of a causal attention kernel, whose last query has the last key.
+  """A call of an attention kernel.
 
   Attributes:
     phase: 'fwd', or 'dq' and 'dkv', or 'bwd' of the backward pass.
@@ -32,6 +32,8 @@ class Attention(NamedTuple):
     value_width: of values.
     query_block: queries of a block.
     key_block: keys of a block.
+    is_causal: whether a query attends to keys up to its own, where the last
+      query has the last key; otherwise to all keys.
   """
 
   phase: str
@@ -42,18 +44,20 @@ class Attention(NamedTuple):
   value_width: int
   query_block: int
   key_block: int
+  is_causal: bool = True
 
   @property
   def pairs(self) -> int:
     """Scores that are computed for a head, in whole blocks."""
     before = self.keys - self.queries
-    blocks = sum(
-      -(
-        -(min(start + self.query_block, self.queries) + before)
-        // self.key_block
-      )
-      for start in range(0, self.queries, self.query_block)
+    starts = range(0, self.queries, self.query_block)
+    last = (
+      min(start + self.query_block, self.queries) + before
+      if self.is_causal
+      else self.keys
+      for start in starts
     )
+    blocks = sum(-(-keys // self.key_block) for keys in last)
     return blocks * self.query_block * self.key_block
 
   @property
@@ -106,15 +110,18 @@ def splash(name: str, shapes, query_block: int, key_block: int) -> Attention:
   )
 
 
-def cudnn(phase: str, shapes) -> Attention:
+def cudnn(phase: str, shapes, mask_type: str) -> Attention:
   """The call of cuDNN's attention.
 
   Args:
     phase: 'fwd' or 'bwd'.
-    shapes: of queries [B, T, H, W], keys [B, T, K, W] and values [B, T, K, V].
+    shapes: of queries [B, T, H, W], keys [B, C, K, W] and values [B, C, K, V].
+    mask_type: JAX's name of the mask: 'NO_MASK', 'PADDING', 'CAUSAL' or
+      'PADDING_CAUSAL'.
   """
   (B, T, H, W), k, v = shapes
-  return Attention(phase, B * H, T, k[1], W, v[-1], TILE, TILE)
+  is_causal = mask_type.endswith('CAUSAL')
+  return Attention(phase, B * H, T, k[1], W, v[-1], TILE, TILE, is_causal)
 
 
 def count(counter, eqn, args) -> list[Any]:
@@ -148,7 +155,9 @@ def _call(eqn) -> tuple[Attention, Any]:
   arrays, mapping = [x.aval for x in eqn.invars], eqn.params.get('grid_mapping')
   if mapping is None:
     shapes = [x.shape for x in arrays[:3]]
-    return cudnn(CUDNN[eqn.primitive.name], shapes), arrays[0].dtype
+    mask_type = eqn.params['mask_type'].name
+    call = cudnn(CUDNN[eqn.primitive.name], shapes, mask_type)
+    return call, arrays[0].dtype
   check(eqn.params['name'])
   arrays = arrays[mapping.num_index_operands :][:3]
   blocks = (x.block_shape[-2].block_size for x in mapping.block_mappings[:2])

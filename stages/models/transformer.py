@@ -208,8 +208,7 @@ class Transformer(nn.Module):
     def context(rope, window=None):
       mask = attention.causal(mask_NP > 0, window, position_NP, position_NP)
       if bidirectional:
-        block_NP = jnp.zeros_like(position_NP)
-        mask = mask._replace(block_BT=block_NP, block_BC=block_NP)
+        mask = mask._replace(order=attention.Bidirectional())
       angles = rope_lib.angles(rope, self.config.W, rotary)
       return attention.Context(*angles, mask)
 

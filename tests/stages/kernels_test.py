@@ -57,7 +57,10 @@ def chosen(
   dtype=jnp.float32,
   **settings,
 ):
-  """The choice for rows of 128 tokens on a platform that is not here."""
+  """The choice for rows of 128 tokens on a platform that is not here.
+
+  `mask` is None for attention without one.
+  """
   H, K = heads
   shapes = [(4, T, n, 16) for n in (H, K, K)]
   arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
@@ -65,6 +68,8 @@ def chosen(
   found = {}
 
   def run(q, k, v, is_key_BC):
+    if mask is None:
+      return attention.bidirectional(q, k, v)
     return attention.attention(q, k, v, mask(is_key_BC), **settings)
 
   with jax.sharding.use_abstract_mesh(mesh_lib.abstract(axes or {}, platform)):
@@ -74,10 +79,15 @@ def chosen(
   return choice
 
 
-def test_a_gpu_gets_cudnn_where_the_type_and_the_machine_allow_it():
+def bidirectional(is_key_BC):
+  return attention.Mask(is_key_BC, attention.Bidirectional())
+
+
+@pytest.mark.parametrize('mask', [attention.Mask, bidirectional, None])
+def test_a_gpu_gets_cudnn_where_the_type_and_the_machine_allow_it(mask):
   wrong = 'it computes in float32, and cuDNN in bfloat16'
-  assert chosen('gpu') == kernels.Choice('chunked', wrong)
-  found = chosen('gpu', dtype=jnp.bfloat16)
+  assert chosen('gpu', mask=mask) == kernels.Choice('chunked', wrong)
+  found = chosen('gpu', mask=mask, dtype=jnp.bfloat16)
   if cudnn.is_here():
     assert found == kernels.Choice('cudnn')
   else:
@@ -105,9 +115,16 @@ def shared(is_key_BC):
   return mask._replace(segment_BT=segment, segment_BC=segment)
 
 
+def blocks(is_key_BC):
+  number_BC = jnp.zeros(is_key_BC.shape, jnp.int32)
+  return attention.Mask(is_key_BC, attention.Blocks(number_BC, number_BC))
+
+
 @pytest.mark.parametrize(
   ('why', 'kwargs'),
   [
+    ('queries attend to all keys', {'mask': bidirectional}),
+    ('queries attend to later keys of their block', {'mask': blocks}),
     ('some layers have a sliding window', {'mask': windowed}),
     ('completions in a packed row share a prompt', {'mask': shared}),
     (

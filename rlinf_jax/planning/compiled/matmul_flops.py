@@ -10,6 +10,7 @@ from planner.counting import kernels
 from rlinf_jax.planning.compiled import hlo
 
 FMHA = 'custom_call_target="__cudnn$fmhaSoftmax'
+FMHA_MASK = re.compile(r'"mask_type": ?"(\w+)"')
 PALLAS = 'custom_call_target="tpu_custom_call"'
 FLOATS = ('bf16', 'f32')
 CHUNK = 2**20  # Pairs of positions that are compared at once.
@@ -39,7 +40,8 @@ def flops(instruction: hlo.Instruction, computation: hlo.Computation) -> float:
   if FMHA in instruction.attributes:
     phase = 'bwd' if f'{FMHA}Backward' in instruction.attributes else 'fwd'
     shapes = [_operand(instruction, computation, i).shape for i in range(3)]
-    return kernels.cudnn(phase, shapes).matmul_flops
+    mask_type = FMHA_MASK.search(instruction.attributes)[1]
+    return kernels.cudnn(phase, shapes, mask_type).matmul_flops
   is_cublas = instruction.opcode == 'custom-call' and CUBLAS.search(
     instruction.attributes
   )

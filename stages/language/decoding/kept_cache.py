@@ -142,7 +142,7 @@ def _context(
   length_B1 = completions.mask.sum(1, dtype=jnp.int32)[:, None]
   is_key_BC = after_prompt(split.mask_NP > 0, column_BT < length_B1)
   block_BC = after_prompt(jnp.zeros_like(split.mask_NP), 1 + column_BT)
-  mask = attention.Mask(is_key_BC, block_BT=1 + new_BE, block_BC=block_BC)
+  mask = attention.Mask(is_key_BC, attention.Blocks(1 + new_BE, block_BC))
   context = {False: (*rope.angles(c.rope, c.W, position_BE), mask)}
   if c.window is not None:
     near = mask._replace(

@@ -1,10 +1,11 @@
 """Attention with grouped queries, soft caps and sliding windows.
 
-All scores [B, H, T, C] of a long sequence are never in memory: on a TPU a
-kernel computes them where its mask allows it, and elsewhere they are computed
+All scores [B, H, T, C] of a long sequence are never in memory: on TPUs and GPUs
+a kernel computes them where its mask allows it, and elsewhere they are computed
 for some queries at a time.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -37,34 +38,57 @@ class Segment(NamedTuple):
   row: Array | None
 
 
-class Mask(NamedTuple):
-  """A causal or blockwise mask, not yet expanded to [B, T, C].
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Causal:
+  """The last of C keys is that of the last of T queries.
 
-  Without blocks, the last of C keys is that of the last of T queries, and query
-  t attends to the keys up to number t + C − T. With blocks, a query attends to
-  all keys of its block and of those before it, as in π0. The result of a query
-  whose own key is padding is arbitrary.
+  Query t attends to the keys up to number t + C − T.
+  """
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Bidirectional:
+  """Each query attends to all keys."""
+
+
+class Blocks(NamedTuple):
+  """Each query attends to all keys of its block and of those before it.
+
+  Attributes:
+    query_BT: number of each query's block.
+    key_BC: number of each key's block.
+  """
+
+  query_BT: Array
+  key_BC: Array
+
+
+class Mask(NamedTuple):
+  """A mask of the keys of each query, not yet expanded to [B, T, C].
+
+  The result of a query whose own key is padding is arbitrary.
 
   Attributes:
     key_BC: true on tokens, false on padding.
+    order: which keys come too late for a query. Its type is known as a model is
+      traced, so that a kernel can be chosen by it.
     window: number of latest tokens that a query attends to, itself included;
       None for all.
     position_BT: positions of the queries, if there is a window.
     position_BC: those of the keys.
     segment_BT: what the queries belong to, if rows are packed.
     segment_BC: what the keys belong to.
-    block_BT: number of each query's block, if the mask is blockwise.
-    block_BC: number of each key's block.
   """
 
   key_BC: Array
+  order: Causal | Bidirectional | Blocks = Causal()
   window: Array | None = None
   position_BT: Array | None = None
   position_BC: Array | None = None
   segment_BT: Segment | None = None
   segment_BC: Segment | None = None
-  block_BT: Array | None = None
-  block_BC: Array | None = None
 
   def dense(self, T: int, start=0, length: int | None = None):
     """The mask [B, length, C] of queries from `start` on, of T in all."""
@@ -74,11 +98,14 @@ class Mask(NamedTuple):
     def queries(x_BT):
       return jax.lax.dynamic_slice_in_dim(x_BT, start, length, axis=1)
 
-    if self.block_BT is not None:
-      mask_BtC = self.block_BC[:, None] <= queries(self.block_BT)[:, :, None]
-    else:
-      last_t = start + jnp.arange(length) + C - T
-      mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]
+    match self.order:
+      case Blocks(query_BT, key_BC):
+        mask_BtC = key_BC[:, None] <= queries(query_BT)[:, :, None]
+      case Causal():
+        last_t = start + jnp.arange(length) + C - T
+        mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]
+      case Bidirectional():
+        mask_BtC = jnp.ones((1, length, C), bool)
     mask_BtC &= self.key_BC[:, None]
     if self.window is not None:
       mask_BtC &= within_window(
@@ -93,9 +120,12 @@ class Mask(NamedTuple):
 
 def causal(is_key_BC, window: int | None, position_BT, position_BC) -> Mask:
   """The mask of queries and keys at given positions, which count no padding."""
+  mask = Mask(is_key_BC)
   if window is None:
-    return Mask(is_key_BC)
-  return Mask(is_key_BC, jnp.int32(window), position_BT, position_BC)
+    return mask
+  return mask._replace(
+    window=jnp.int32(window), position_BT=position_BT, position_BC=position_BC
+  )
 
 
 class Context(NamedTuple):
@@ -181,7 +211,10 @@ def attention(
   is_short = k_BCKW.shape[1] < SHORTEST
   choice = kernels.choose(implementation, obstacle, is_short)
   if choice.name == kernels.CUDNN:
-    return cudnn.attention(*arrays, mask.key_BC, scale=scale)
+    is_causal = isinstance(mask.order, Causal)
+    return cudnn.attention(
+      *arrays, mask.key_BC, scale=scale, is_causal=is_causal
+    )
   settings = {'scale': scale, 'softcap': softcap}
   if choice.name == kernels.SPLASH:
     group = 0 if mask.segment_BC is None else mask.segment_BC.group
@@ -192,14 +225,15 @@ def attention(
 
 def _obstacle(q_BTHW, k_BCKW, mask: Mask, softcap, kernel: str) -> str | None:
   """Why a kernel cannot compute a call; None if it can."""
-  reason = _masked_otherwise(mask) or _uneven(q_BTHW, k_BCKW)
+  reason = _masked_otherwise(mask, kernel) or _uneven(q_BTHW, k_BCKW)
   if reason:
     return reason
   if mask.segment_BT is not None and kernel not in kernels.OF_PACKED_ROWS:
     return 'rows are packed'
   if kernel == kernels.SPLASH:
     return splash.obstacle(q_BTHW)
-  return cudnn.obstacle(q_BTHW, k_BCKW, softcap)
+  is_causal = isinstance(mask.order, Causal)
+  return cudnn.obstacle(q_BTHW, k_BCKW, softcap, is_causal=is_causal)
 
 
 def _uneven(q_BTHW, k_BCKW) -> str | None:
@@ -216,10 +250,12 @@ def _uneven(q_BTHW, k_BCKW) -> str | None:
   return None
 
 
-def _masked_otherwise(mask: Mask) -> str | None:
-  """Says what no kernel knows of a mask; None if it is as theirs are."""
-  if mask.block_BT is not None:
+def _masked_otherwise(mask: Mask, kernel: str) -> str | None:
+  """Says what a kernel does not know of a mask; None if it is as its own."""
+  if isinstance(mask.order, Blocks):
     return 'queries attend to later keys of their block'
+  if isinstance(mask.order, Bidirectional) and kernel == kernels.SPLASH:
+    return 'queries attend to all keys'
   if mask.window is not None:
     return 'some layers have a sliding window, by positions without padding'
   if mask.segment_BT is not None and mask.segment_BT.row is not None:
@@ -250,8 +286,9 @@ def _in_chunks(
     mask = mask._replace(position_BT=pad(mask.position_BT))
   if mask.segment_BT is not None:
     mask = mask._replace(segment_BT=jax.tree.map(pad, mask.segment_BT))
-  if mask.block_BT is not None:
-    mask = mask._replace(block_BT=pad(mask.block_BT))
+  if isinstance(mask.order, Blocks):
+    order = mask.order._replace(query_BT=pad(mask.order.query_BT))
+    mask = mask._replace(order=order)
   dtype, wide = k_BCKW.dtype, mixed_precision.wide_dtype(k_BCKW.dtype)
 
   @jax.checkpoint
@@ -270,11 +307,20 @@ def _in_chunks(
   return seen[:, :T]
 
 
+@jax.named_scope(SCOPE)
 def bidirectional(q_BTHW, k_BCKW, v_BCKW):
-  """Attention of every query to every key, [B, T, H, W]."""
+  """Attention of every query to every key, none of them padding, [B, T, H, W].
+
+  Without a kernel, all scores are in memory at once.
+  """
+  (B, T), C = q_BTHW.shape[:2], k_BCKW.shape[1]
+  mask = Mask(jnp.ones((B, C), bool), Bidirectional())
+  obstacle = functools.partial(_obstacle, q_BTHW, k_BCKW, mask, None)
+  choice = kernels.choose(kernels.AUTO, obstacle, C < SHORTEST)
+  if choice.name == kernels.CUDNN:
+    return cudnn.attention(q_BTHW, k_BCKW, v_BCKW, None, is_causal=False)
   if q_BTHW.dtype != jnp.float64:
     return jax.nn.dot_product_attention(q_BTHW, k_BCKW, v_BCKW)
-  (B, T), C = q_BTHW.shape[:2], k_BCKW.shape[1]
   mask_BTC = jnp.ones((B, T, C), bool)
   return _attend(q_BTHW, k_BCKW, v_BCKW, mask_BTC, scale=None, softcap=None)
 

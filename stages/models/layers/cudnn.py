@@ -1,9 +1,9 @@
 """cuDNN's attention, by `jax.nn`, in the layouts of this project.
 
-It knows causal masks of equally many queries and keys, behind which there may
-be padding. So tokens are moved before the padding, and completions get queries
-for the keys of their prompts, too. Elsewhere than on a GPU, XLA computes the
-same call, with all scores in memory: tests do so.
+It knows rows with padding behind their tokens, so tokens are moved before the
+padding. Its causal masks have equally many queries and keys, so completions get
+queries for the keys of their prompts, too. Elsewhere than on a GPU, XLA
+computes the same call, with all scores in memory: tests do so.
 """
 
 import functools
@@ -19,12 +19,14 @@ MULTIPLE = 8  # Of lengths: odd ones have no gradient.
 WIDEST = 128  # Of a head, on all GPUs.
 
 
-def obstacle(q_BTHW, k_BCKW, softcap: float | None) -> str | None:
+def obstacle(
+  q_BTHW, k_BCKW, softcap: float | None, *, is_causal: bool
+) -> str | None:
   """Why cuDNN cannot compute attention of such queries and keys."""
   (_, T, _, W), C = q_BTHW.shape, k_BCKW.shape[1]
   if softcap is not None:
     return 'scores have a soft cap'
-  if C > 2 * T:
+  if is_causal and C > 2 * T:
     return 'most keys are those of prompts'
   if mesh_lib.platform() != PLATFORM:
     return None
@@ -47,28 +49,43 @@ def is_here() -> bool:
   return True
 
 
-def attention(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, scale: float | None = None):
-  """Causal attention, [B, T, H, W], computed by each device for its heads.
-
-  The last of C keys is that of the last of T queries. A query attends to keys
-  that are tokens, up to its own; the result is arbitrary where its own is not.
+def attention(
+  q_BTHW,
+  k_BCKW,
+  v_BCKW,
+  is_key_BC,
+  *,
+  is_causal: bool,
+  scale: float | None = None,
+):
+  """Attention [B, T, H, W], computed by each device for its rows and heads.
 
   Args:
     q_BTHW: queries.
     k_BCKW: keys.
     v_BCKW: values.
-    is_key_BC: true on tokens, false on padding.
+    is_key_BC: true on tokens, false on padding; None if all are tokens and
+      attention is not causal.
+    is_causal: whether a query attends to keys up to its own, where the last of
+      C keys is that of the last of T queries, and not to all keys. The result
+      is arbitrary where its own is padding.
     scale: factor of the scores; 1/√W if None.
   """
   is_gpu = mesh_lib.platform() == PLATFORM
   local = functools.partial(
-    _local, scale=scale, implementation='cudnn' if is_gpu else 'xla'
+    _causal if is_causal else _bidirectional,
+    attend=functools.partial(
+      jax.nn.dot_product_attention,
+      scale=scale,
+      is_causal=is_causal,
+      implementation='cudnn' if is_gpu else 'xla',
+    ),
   )
   return row_map.map_heads(local, q_BTHW, k_BCKW, v_BCKW, is_key_BC)
 
 
-def _local(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, scale, implementation):
-  """Attention of a device's own rows and heads."""
+def _causal(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, attend):
+  """Causal attention of a device's own rows and heads."""
   T, C = q_BTHW.shape[1], k_BCKW.shape[1]
   c = C + -C % MULTIPLE
 
@@ -76,20 +93,51 @@ def _local(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, scale, implementation):
     before = [(0, 0), (c - x.shape[1], 0)]
     return jnp.pad(x, before + [(0, 0)] * (x.ndim - 2))
 
-  # Tokens first, in their order.
-  order_Bc = jnp.argsort(~pad(is_key_BC), axis=1, stable=True)
-  place_Bc = jnp.argsort(order_Bc, axis=1)
-  # Of padding alone, one attends to itself: an empty softmax has no gradient.
-  length_B = jnp.maximum(is_key_BC.sum(1, dtype=jnp.int32), 1)
-  seen_BcHW = jax.nn.dot_product_attention(
+  order_Bc, place_Bc, length_B = _tokens_first(pad(is_key_BC))
+  seen_BcHW = attend(
     *(_permuted(pad(x), order_Bc, place_Bc) for x in (q_BTHW, k_BCKW, v_BCKW)),
-    scale=scale,
-    is_causal=True,
     query_seq_lengths=length_B,
     key_value_seq_lengths=length_B,
-    implementation=implementation,
   )
   return _permuted(seen_BcHW, place_Bc, order_Bc)[:, c - T :]
+
+
+def _bidirectional(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, attend):
+  """Attention of a device's own rows and heads to all keys that are tokens."""
+  (B, T), C = q_BTHW.shape[:2], k_BCKW.shape[1]
+
+  def pad(x):
+    behind = [(0, 0), (0, -x.shape[1] % MULTIPLE)]
+    return jnp.pad(x, behind + [(0, 0)] * (x.ndim - 2))
+
+  q_BtHW, k_BcKW, v_BcKW = map(pad, (q_BTHW, k_BCKW, v_BCKW))
+  if is_key_BC is not None:
+    order_Bc, place_Bc, length_B = _tokens_first(pad(is_key_BC))
+    k_BcKW = _permuted(k_BcKW, order_Bc, place_Bc)
+    v_BcKW = _permuted(v_BcKW, order_Bc, place_Bc)
+  elif T % MULTIPLE or C % MULTIPLE:
+    length_B = jnp.full(B, C, jnp.int32)
+  else:
+    return attend(q_BtHW, k_BcKW, v_BcKW)
+  seen_BtHW = attend(
+    q_BtHW,
+    k_BcKW,
+    v_BcKW,
+    query_seq_lengths=jnp.full(B, T, jnp.int32),
+    key_value_seq_lengths=length_B,
+  )
+  return seen_BtHW[:, :T]
+
+
+def _tokens_first(is_key_BC):
+  """The order with tokens before padding, its inverse, and tokens of a row.
+
+  Of padding alone, one counts: an empty softmax has no gradient.
+  """
+  order_BC = jnp.argsort(~is_key_BC, axis=1, stable=True)
+  place_BC = jnp.argsort(order_BC, axis=1)
+  length_B = jnp.maximum(is_key_BC.sum(1, dtype=jnp.int32), 1)
+  return order_BC, place_BC, length_B
 
 
 @jax.custom_vjp

@@ -123,16 +123,14 @@ def contexts(
   window_BS = picture_BS * _MOST + row_BS // v.window
   window_BS = window_BS * _MOST + column_BS // v.window
   is_patch_BS = picture_BS >= 0
-  zero_BS = jnp.zeros_like(picture_BS)
 
   def context(group_BS):
     segment = attention.Segment(group_BS, None)
     mask = attention.Mask(
       is_patch_BS,
+      attention.Bidirectional(),
       segment_BT=segment,
       segment_BC=segment,
-      block_BT=zero_BS,
-      block_BC=zero_BS,
     )
     return attention.Context(cos_BSR, sin_BSR, mask)
 

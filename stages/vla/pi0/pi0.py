@@ -166,8 +166,7 @@ def encode(config: Config, params, x_BPD, is_token_BP) -> Prefix:
     x_BPD: embeddings of images and instruction.
     is_token_BP: false on padding and absent images.
   """
-  block_BP = jnp.zeros(is_token_BP.shape, jnp.int32)
-  mask = attention.Mask(is_token_BP, block_BT=block_BP, block_BC=block_BP)
+  mask = attention.Mask(is_token_BP, attention.Bidirectional())
   output_BPD, cache = stack.run(
     block_lib.Block(config.trunk),
     params['trunk']['layers'],
@@ -204,13 +203,11 @@ def expert_states(config: Config, params, prefix: Prefix, state_BO, x_BZA, t_B):
     t_B: time, 1 at noise and 0 at actions.
   """
   expert = params['expert']
-  y_BTD, block_T, condition = _suffix(config, expert, state_BO, x_BZA, t_B)
+  y_BTD, condition = _suffix(config, expert, state_BO, x_BZA, t_B)
   (B, P), T = prefix.mask.shape, y_BTD.shape[1]
-  block_BT = jnp.broadcast_to(jnp.array(block_T)[None], (B, T))
   mask = attention.Mask(
     jnp.concatenate([prefix.mask, jnp.ones((B, T), bool)], axis=1),
-    block_BT=block_BT,
-    block_BC=jnp.concatenate([jnp.zeros((B, P), jnp.int32), block_BT], axis=1),
+    attention.Bidirectional() if config.adaptive else _state_first(B, P, T),
   )
   start_B = prefix.mask.sum(1, dtype=jnp.int32)
   y_BTD, _ = stack.run(
@@ -233,25 +230,34 @@ def expert_states(config: Config, params, prefix: Prefix, state_BO, x_BZA, t_B):
   return y_BZD.astype(wide)
 
 
-def _suffix(config: Config, expert, state_BO, x_BZA, t_B):
-  """Tokens of the expert, the block of each, and the condition of its norms.
+def _state_first(B: int, P: int, T: int) -> attention.Blocks:
+  """Blocks of T tokens after a prefix of P: the state, then all actions.
 
-  The state is a block of its own: it does not attend to the actions.
+  The state does not attend to the actions.
   """
+  block_BT = jnp.broadcast_to(jnp.array([1] + [2] * (T - 1))[None], (B, T))
+  zero_BP = jnp.zeros((B, P), jnp.int32)
+  return attention.Blocks(
+    block_BT, jnp.concatenate([zero_BP, block_BT], axis=1)
+  )
+
+
+def _suffix(config: Config, expert, state_BO, x_BZA, t_B):
+  """Tokens of the expert, and the condition of its norms."""
   time_BD = flow_matching.time_embedding(t_B, config.expert.D)
   time_BD = time_BD.astype(x_BZA.dtype)
   action_BZD = _affine(expert, 'action_in_AD', x_BZA)
   if config.adaptive:
     time_BD = jax.nn.silu(_affine(expert, 'time_in_OD', time_BD))
     time_BD = jax.nn.silu(_affine(expert, 'time_out_FD', time_BD))
-    return action_BZD, [1] * config.Z, time_BD
+    return action_BZD, time_BD
   time_BZD = jnp.broadcast_to(time_BD[:, None], action_BZD.shape)
   mixed = jnp.concatenate([action_BZD, time_BZD], axis=-1)
   mixed = jax.nn.silu(_affine(expert, 'time_in_OD', mixed))
   action_BZD = _affine(expert, 'time_out_FD', mixed)
   state_BTD = _affine(expert, 'state_OD', state_BO)[:, None]
   tokens = jnp.concatenate([state_BTD, action_BZD], axis=1)
-  return tokens, [1] + [2] * config.Z, None
+  return tokens, None
 
 
 def _affine(params, name: str, x):

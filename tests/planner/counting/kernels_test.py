@@ -14,6 +14,7 @@ from stages.models.layers import attention, cudnn
 
 B, H, K, W = 4, 4, 2, 64
 LAYOUT = layout.Layout(rules.DEFAULT)
+CAUSAL = attention.Causal()
 
 
 def call(phase, T, C, query_block=128, key_block=128):
@@ -39,11 +40,11 @@ def test_a_kernel_multiplies_by_queries_keys_and_values():
     assert flops == 2 * heads * pairs * W * products
 
 
-def step(implementation, T, gradient, q, k, v):
+def step(implementation, order, T, gradient, q, k, v):
   """Attention of T tokens, or its gradients."""
 
   def loss(q, k, v):
-    mask = attention.Mask(jnp.ones((B, T), bool))
+    mask = attention.Mask(jnp.ones((B, T), bool), order)
     return attention.attention(
       q, k, v, mask, implementation=implementation
     ).sum()
@@ -51,8 +52,16 @@ def step(implementation, T, gradient, q, k, v):
   return jax.grad(loss, (0, 1, 2))(q, k, v) if gradient else loss(q, k, v)
 
 
-def work(implementation, T, *, gradient=False, axes=(), platform='tpu'):
-  fn = functools.partial(step, implementation, T, gradient)
+def work(
+  implementation,
+  T,
+  *,
+  order=CAUSAL,
+  gradient=False,
+  axes=(),
+  platform='tpu',
+):
+  fn = functools.partial(step, implementation, order, T, gradient)
   letters = ['B', '', 'H', ''], ['B', '', 'K', ''], ['B', '', 'K', '']
   return count.work(
     fn,
@@ -96,24 +105,39 @@ def test_a_kernel_is_counted_on_its_own_hardware_alone():
   assert work('auto', 512) == work('splash', 512)
 
 
-def test_cudnn_multiplies_half_as_much_in_a_forward_and_a_backward_kernel():
+# Pairs of queries and keys in blocks of `TILE`, of T tokens.
+PAIRS = {
+  CAUSAL: lambda T: T * (T + kernels.TILE) / 2,
+  attention.Bidirectional(): lambda T: T * T,
+}
+
+
+@pytest.mark.parametrize(
+  ('order', 'mask_type'),
+  [*zip(PAIRS, ('PADDING_CAUSAL', 'PADDING'), strict=True)],
+)
+def test_cudnn_multiplies_blocks_of_its_mask_in_two_kernels(order, mask_type):
   T = 4096
   shapes = (B, T, H, W), (B, T, K, W), (B, T, K, W)
-  triangle = T * (T + kernels.TILE) / 2
   for phase, products in (('fwd', 2), ('bwd', 5)):
-    flops = kernels.cudnn(phase, shapes).matmul_flops
-    assert flops == 2 * B * H * triangle * W * products
+    flops = kernels.cudnn(phase, shapes, mask_type).matmul_flops
+    assert flops == 2 * B * H * PAIRS[order](T) * W * products
 
 
 @pytest.mark.skipif(not cudnn.is_here(), reason='JAX finds no cuDNN here.')
-def test_calls_of_cudnn_are_counted_on_a_gpu():
+@pytest.mark.parametrize('order', PAIRS)
+def test_calls_of_cudnn_are_counted_on_a_gpu(order):
   T, heads = 4096, B * H
   for gradient, products in ((False, 2), (True, 2 + 5)):
-    found = work('auto', T, gradient=gradient, platform='gpu')
-    pairs = T * (T + kernels.TILE) / 2
+    count = functools.partial(
+      work, 'auto', order=order, gradient=gradient, platform='gpu'
+    )
+    found = count(T)
+    pairs = PAIRS[order](T)
     assert found.matmul['bfloat16'] == 2 * heads * pairs * W * products
-    half = work('auto', T // 2, gradient=gradient, platform='gpu')
-    assert found.bytes_alive == pytest.approx(2 * half.bytes_alive, rel=0.05)
+    assert found.bytes_alive == pytest.approx(
+      2 * count(T // 2).bytes_alive, rel=0.05
+    )
 
 
 def test_another_kernel_is_refused_by_name():

@@ -13,16 +13,19 @@ from stages.models.layers import cudnn
 
 ROOT = pathlib.Path(__file__).parents[4]
 SCRIPT = ROOT / 'tests' / 'fixtures' / 'compile_tiny.py'
+NEEDS_CUDNN = pytest.mark.skipif(
+  not cudnn.is_here(), reason='JAX finds no cuDNN here.'
+)
 
 
-def report(name, *words):
+def report(name, *words, script=SCRIPT):
   kind = topology_lib.parse(name).kind
   missing = topology_lib.missing_package(kind)
   if missing:
     pytest.skip(f'{missing} is not installed: {topology_lib.EXTRA}.')
   paths = ROOT, SCRIPT.parent, os.environ.get('PYTHONPATH', '')
   done = subprocess.run(
-    [sys.executable, SCRIPT, name, *words],
+    [sys.executable, script, name, *words],
     capture_output=True,
     text=True,
     env=os.environ | {'PYTHONPATH': ':'.join(map(str, paths)), 'XLA_FLAGS': ''},
@@ -59,12 +62,7 @@ def test_a_tiny_gradient_compiles_for_an_accelerator_that_is_not_here(name):
       'h100:1x1x4',
       ('cudnn', 'bfloat16'),
       1e-2,  # In bfloat16, it computes some small products twice.
-      marks=[
-        pytest.mark.claims,
-        pytest.mark.skipif(
-          not cudnn.is_here(), reason='JAX finds no cuDNN here.'
-        ),
-      ],
+      marks=[pytest.mark.claims, NEEDS_CUDNN],
     ),
   ],
 )
@@ -79,6 +77,20 @@ def test_a_gradient_with_a_kernel_compiles_for_what_is_not_here(
   assert stage['scores'] is None
   axes = {x['axis'] for x in stage['collectives']}
   assert {'fsdp', 'tensor'} <= axes and '?' not in axes
+
+
+@pytest.mark.slow
+@pytest.mark.claims
+@NEEDS_CUDNN
+def test_attention_to_all_keys_calls_cudnn_in_both_passes():
+  script = SCRIPT.with_name('compile_bidirectional.py')
+  data = report('h100:1x1x4', script=script)
+  # A mask by lengths: with a bias, its gradient would be computed, too.
+  assert data['calls'] == [
+    ['fmhaSoftmax', 'PADDING'],
+    ['fmhaSoftmaxBackward', 'PADDING'],
+  ]
+  assert data['matmul_flops'] == data['modeled_matmul_flops'] > 0
 
 
 @pytest.mark.slow

@@ -29,9 +29,7 @@ def mask(window=None, T=T):
   if window is None:
     return attention.Mask(is_key_BC)
   position_BC = jnp.cumsum(is_key_BC, axis=1) - 1
-  return attention.Mask(
-    is_key_BC, jnp.int32(window), position_BC[:, P:], position_BC
-  )
+  return attention.causal(is_key_BC, window, position_BC[:, P:], position_BC)
 
 
 def written_out(q, k, v, window=None, softcap=None):
@@ -64,6 +62,17 @@ def test_chunks_of_queries_compute_the_definition(settings, chunk):
   )
   want = written_out(*problem(), **settings)
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('chunk', [T, 5])
+def test_a_bidirectional_mask_is_that_of_a_single_block(chunk):
+  is_key_BC = mask().key_BC
+  block = jnp.zeros((B, C), jnp.int32)
+  orders = attention.Bidirectional(), attention.Blocks(block[:, P:], block)
+  for order in orders:
+    got = attention.Mask(is_key_BC, order).dense(T, T - chunk, chunk)
+    want = np.repeat(np.asarray(is_key_BC)[:, None], chunk, axis=1)
+    np.testing.assert_array_equal(got, want)
 
 
 def gradients(chunk, dtype='float32', window=3, **kwargs):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from sharding import mesh as mesh_lib
-from stages.models.layers import attention
+from stages.models.layers import attention, cudnn
 
 B, T, P, H, K, W = 4, 131, 20, 4, 2, 16
+BIDIRECTIONAL = attention.Bidirectional()
 
 
 def problem(dtype='float32', T=T, C=P + T):
@@ -51,11 +52,31 @@ def packed():
   return mask._replace(segment_BT=segment, segment_BC=segment)
 
 
-MASKS = {'completions': completions, 'prompts': prompts, 'packed': packed}
+def bidirectional():
+  """Prompts with padding in between, too; the last row is padding alone."""
+  kept = np.arange(T) % 5 > 0
+  is_kept_BC = np.where(np.arange(B)[:, None] < 3, kept[None], False)
+  return attention.Mask(prompts().key_BC & is_kept_BC, BIDIRECTIONAL)
+
+
+def after_prompts():
+  """Completions that attend to all of themselves and of their prompts."""
+  return attention.Mask(completions().key_BC, BIDIRECTIONAL)
+
+
+MASKS = {
+  'completions': completions,
+  'prompts': prompts,
+  'packed': packed,
+  'bidirectional': bidirectional,
+  'after_prompts': after_prompts,
+}
+CAUSAL = 'completions', 'prompts', 'packed'
+LONG = 'completions', 'after_prompts'  # Those with keys of prompts.
 
 
 def arrays(name, dtype='float32'):
-  return problem(dtype, C=P + T if name == 'completions' else T)
+  return problem(dtype, C=P + T if name in LONG else T)
 
 
 def loss(name, implementation, settings, q, k, v):
@@ -82,7 +103,7 @@ def agree(got, want, tolerance=1e-5):
 
 
 @pytest.mark.parametrize('softcap', [None, 2.0])
-@pytest.mark.parametrize('name', MASKS)
+@pytest.mark.parametrize('name', CAUSAL)
 def test_splash_computes_what_chunks_do(name, softcap):
   settings = {'softcap': softcap, 'scale': softcap and 0.3}
   got = results(name, 'splash', settings)
@@ -90,10 +111,25 @@ def test_splash_computes_what_chunks_do(name, softcap):
 
 
 @pytest.mark.parametrize('scale', [None, 0.3])
-@pytest.mark.parametrize('name', ['completions', 'prompts'])
+@pytest.mark.parametrize('name', [x for x in MASKS if x != 'packed'])
 def test_the_call_of_cudnn_means_what_chunks_compute(name, scale):
   got = results(name, 'cudnn', {'scale': scale})
   agree(got, results(name, 'chunked', {'scale': scale}))
+
+
+@pytest.mark.parametrize('T', [128, T])
+def test_the_call_of_cudnn_without_padding_sees_all_keys(T):
+  q, k, v = problem(T=T, C=T)
+
+  def loss(attend, q, k, v):
+    return jnp.sin(attend(q, k, v)).sum()
+
+  run = jax.value_and_grad(loss, (1, 2, 3))
+  kernel = functools.partial(cudnn.attention, is_key_BC=None, is_causal=False)
+  (got, ours), (want, theirs) = (
+    run(attend, q, k, v) for attend in (kernel, attention.bidirectional)
+  )
+  agree((got, *ours), (want, *theirs))
 
 
 @pytest.mark.parametrize('implementation', ['splash', 'cudnn'])

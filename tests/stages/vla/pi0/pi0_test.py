@@ -11,6 +11,7 @@ import lerobot_models
 from stages import base
 from stages.models.control import flow_matching
 from stages.models.files import weights
+from stages.models.layers import attention
 from stages.models.vision import vit
 from stages.vla import instructions
 from stages.vla.pi0 import pi0, pi0_files, pi0_policy
@@ -96,11 +97,11 @@ def test_a_row_does_not_depend_on_padding_or_on_other_rows(config):
 
 
 def test_the_state_of_pi0_does_not_attend_to_actions():
-  """The block of a token bounds what it attends to."""
-  _, blocks, _ = pi0._suffix(
-    CONFIG, random_params(CONFIG)['expert'], *inputs(CONFIG)[2:]
-  )
-  assert blocks == [1, 2, 2, 2, 2, 2]
+  """Of a prefix of two tokens, the state and three actions."""
+  mask = attention.Mask(jnp.ones((1, 6), bool), pi0._state_first(1, 2, 4))
+  of_state, of_action = [1, 1, 1, 0, 0, 0], [1] * 6
+  want = [of_state, of_action, of_action, of_action]
+  np.testing.assert_array_equal(mask.dense(4)[0], np.array(want, bool))
 
 
 def test_trunk_and_expert_of_unequal_heads_are_refused():
