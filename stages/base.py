@@ -273,6 +273,8 @@ class Policy(NamedTuple):
     round_params: `params -> params`, rounded as `evaluate` rounds them before
       it uses them, and `act` and `resume` where no engine acts; None where they
       round none. That of a VLA also takes some parts of its parameters.
+    round_for_engine: likewise, as an engine outside JAX rounds them, which
+      `act` and `resume` send them to; None where it rounds none.
     packed_tokens: room of a packed row in tokens, see
       `stages.language.scoring.packing`; None without packing.
     imitation_loss: `params, obs, action, keys, *, train -> loss`, one number a
@@ -297,11 +299,17 @@ class Policy(NamedTuple):
   engine: core.EngineCost | None = None
   sampling: Any = None
   round_params: Callable[[Params], Params] | None = None
+  round_for_engine: Callable[[Params], Params] | None = None
   packed_tokens: int | None = None
   imitation_loss: Callable[..., Any] | None = None
   imitation_is_mean: bool = False
   trains_router: bool = False
   replays_routing: bool = False
+
+  @property
+  def rounds(self) -> dict[int, Callable[[Params], Params]]:
+    """`Stage.rounds` of a stage in JAX that is given the parameters first."""
+    return {0: self.round_params} if self.round_params else {}
 
   @property
   def can_take_turns(self) -> bool:

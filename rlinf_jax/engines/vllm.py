@@ -117,6 +117,7 @@ def engine(
     act=generator.act,
     out_shapes=generator.out_shapes,
     resume=generator.resume,
+    round_for_engine=_rounding(config),
     engine=stages.EngineCost(
       policy.act,
       kv_cache_memory_bytes or math.inf,
@@ -329,6 +330,13 @@ class _Generator:
         )
         started.append(engine.submit(request))
     return vllm_place.Joined(started)
+
+
+def _rounding(config: transformer.Config):
+  """`base.Policy.round_for_engine`: an engine holds all in its own type."""
+  if jnp.dtype(config.dtype) == config.param_dtype:
+    return None
+  return lambda params: jax.tree.map(lambda x: x.astype(config.dtype), params)
 
 
 def _check_supported(

@@ -30,7 +30,13 @@ from rlinf_jax.serve import (
 )
 import stages
 from stages import base, ranges
-from stages.language import conversation, huggingface, stops, tokens
+from stages.language import (
+  conversation,
+  huggingface,
+  policy_stages,
+  stops,
+  tokens,
+)
 
 MODEL = 'policy'  # Name of the model, as agents say it.
 TERMS = ('turns', 'unused_trajectories')
@@ -158,6 +164,8 @@ def converse(
     out_shapes=out_shapes,
     asynchronous=True,
     engine=_engine(policy, agents, group_size, greedy),
+    # In JAX, the endpoint computes in the type of the checkpoint.
+    rounds=policy_stages.rounds(policy) if policy.out_shapes else {},
   )
 
   def rollout(actor: base.Version, problem: base.Problem, key_B):

@@ -48,38 +48,27 @@ def act(
   if engine:
     equivalent = functools.partial(run_by, engine.equivalent, False)
     engine = engine._replace(equivalent=equivalent)
+  settings = {'group_size': group_size, 'engine': engine}
+  settings |= {'unbatched': (0,), 'rounds': rounds(policy)}
   if not host:
-    return stages.Stage(
-      run,
-      name,
-      unbatched=(0,),
-      group_size=group_size,
-      divisible_groups=True,
-      engine=engine,
-      rounds=rounds(policy),
-    )
+    return stages.Stage(run, name, divisible_groups=True, **settings)
   return stages.Stage(
-    run,
-    name,
-    unbatched=(0,),
-    group_size=group_size,
-    host=True,
-    out_shapes=out_shapes,
-    asynchronous=True,
-    engine=engine,
+    run, name, host=True, out_shapes=out_shapes, asynchronous=True, **settings
   )
 
 
 def rounds(policy: base.Policy) -> dict[int, Callable]:
-  """`Stage.rounds` of a stage in JAX that acts by the `Version` that it takes.
+  """`Stage.rounds` of a stage that acts by the `Version` that it takes.
 
   The version is its first argument.
   """
-  if policy.round_params is None or policy.out_shapes is not None:
+  is_engine = policy.out_shapes is not None
+  round_ = policy.round_for_engine if is_engine else policy.round_params
+  if round_ is None:
     return {}
 
   def rounded_version(actor: base.Version):
-    return actor._replace(params=policy.round_params(actor.params))
+    return actor._replace(params=round_(actor.params))
 
   return {0: rounded_version}
 
@@ -169,7 +158,7 @@ def logp(
     unbatched=(0,),
     group_size=group_size,
     divisible_groups=True,
-    rounds={0: policy.round_params} if policy.round_params else {},
+    rounds=policy.rounds,
   )
 
   def call(params, x: base.Experience):

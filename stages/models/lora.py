@@ -356,6 +356,8 @@ def wrap(
     value=prepared(policy.value, join),
     resume=prepared(policy.resume, merged),
     engine=engine,
-    round_params=None,  # Adapters are small.
+    # Acting multiplies A, B and α/r, and adds them to W, before it rounds.
+    round_params=None,
+    round_for_engine=None,
     trains_router=False,
   )

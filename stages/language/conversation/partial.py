@@ -63,7 +63,7 @@ def partial_conversations(
     'read_carried',
     'batch',
     unbatched=(0,),
-    rounds={0: policy.round_params} if policy.round_params else {},
+    rounds=policy.rounds,
   )
   enough = stages.Stage(
     functools.partial(_are_enough, rows, max_carry, extra_groups),

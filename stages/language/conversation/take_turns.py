@@ -71,6 +71,7 @@ def turns(
     out_shapes=lambda actor, prompt, key_B, now: now,
     asynchronous=True,
     engine=_engine(policy, cast, greedy, expected_rounds),
+    rounds=policy_stages.rounds(policy),
   )
 
   def run(actor: base.Version, prompt: base.Prompt, key_B, now, cache):

@@ -222,6 +222,7 @@ def _host_generate(
     host=True,
     out_shapes=lambda actor, groups: groups.rows,
     asynchronous=True,
+    rounds=policy_stages.rounds(policy),
   )
   emit_stage = stages.Stage(
     functools.partial(emit, group_size, extra_groups), 'emit', 'batch'
