@@ -79,6 +79,7 @@ def in_environments(policy: base.Policy) -> Callable:
     functools.partial(logp_of_steps, policy),
     'proximal_logp',
     unbatched=(0, 1),
+    rounds=policy.rounds,
   )
   measure_gap = stages.Stage(logprob_gap, 'logprob_gap', 'sum')
 

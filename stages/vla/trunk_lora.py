@@ -5,6 +5,8 @@ under `base.FROZEN`: towers, projector and language model stay as they are, in
 the types to which the model rounds them (`base.Policy.round_params`). The
 adapters are trained, and in full all other parts: a critic, the heads of
 OpenVLA-OFT, the expert of π0.
+
+These parts are rounded as in the policy itself. Adapters are not, as in `lora`.
 """
 
 from collections.abc import Callable
@@ -75,7 +77,6 @@ def wrap(
     evaluate=lora.prepared(policy.evaluate, joined),
     value=lora.prepared(policy.value, joined),
     imitation_loss=lora.prepared(policy.imitation_loss, joined),
-    round_params=None,
   )
 
 

@@ -104,7 +104,9 @@ def behavior_cloning(
 
   if env is not None:
     return embodied.workflow(init, step, policy, env)
-  score = stages.Stage(agreement(policy), 'score', 'sum', (0,))
+  score = stages.Stage(
+    agreement(policy), 'score', 'sum', (0,), rounds=policy.rounds
+  )
 
   def evaluate(state: State, batch: base.Demonstration, key):
     return score(state.actor.params, batch, *draws(key, batch.obs))

@@ -65,6 +65,7 @@ def dpo(
     'ref_logp',
     unbatched=(0,),
     group_size=PAIR,
+    rounds=policy.rounds,
   )
   score = stages.Stage(
     lambda params, x, ref_logp_B: _renamed(loss(params, x, ref_logp_B)),
@@ -72,6 +73,7 @@ def dpo(
     'sum',
     unbatched=(0,),
     group_size=PAIR,
+    rounds=policy.rounds,
   )
   learn = train_step.learner(loss, optimizer, group_size=PAIR)
   padding = rollout_metrics.example_padding(policy, PAIR)

@@ -152,7 +152,9 @@ def embodied_grpo(
   )
   rescore = rollout_correction.in_environments(policy)
   logp_of_steps = functools.partial(rollout_correction.logp_of_steps, policy)
-  score_ref = stages.Stage(logp_of_steps, 'ref_logp', unbatched=(0, 1))
+  score_ref = stages.Stage(
+    logp_of_steps, 'ref_logp', unbatched=(0, 1), rounds=policy.rounds
+  )
   update_obs_stats = embodied.update_obs_stats(
     env, normalize_obs and init_from is None
   )

@@ -126,6 +126,7 @@ def embodied_ppo(
     ),
     'compute_advantages',
     unbatched=(0, 1),
+    rounds=policy.rounds,
   )
   measure = stages.Stage(describe, 'measure', 'sum')
   whiten = stages.Stage(whiten_advantages, 'whiten', 'batch')

@@ -273,7 +273,8 @@ def uniform_while_warm(policy: base.Policy) -> base.Policy:
     uniform_BA = jnp.arctanh((1.0 - 1e-6) * jax.vmap(draw)(key_B))
     return x._replace(action=jnp.where(warm, uniform_BA, x.action))
 
-  return policy._replace(act=act)
+  # No policy that explores in this way is of a narrower type.
+  return policy._replace(act=act, round_params=None)
 
 
 def store_and_sample(

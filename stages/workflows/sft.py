@@ -56,7 +56,11 @@ def sft(
   learn = train_step.learner(loss, optimizer)
   padding = rollout_metrics.example_padding(policy)
   score = stages.Stage(
-    lambda params, x: likelihood(policy, params, x), 'score', 'sum', (0,)
+    lambda params, x: likelihood(policy, params, x),
+    'score',
+    'sum',
+    unbatched=(0,),
+    rounds=policy.rounds,
   )
   evaluate_actor = verify and evaluator(policy, verify)
 

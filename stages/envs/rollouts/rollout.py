@@ -71,9 +71,11 @@ def rollout(
     name = 'attempt' if greedy else 'rollout'
     dropped = without | ({} if keep_states else {'final_state': None})
     scan = functools.partial(_scan, act, env, num_steps, dropped)
-    return stages.Stage(scan, name, unbatched=(0, 1), consumes=(2,))
+    return stages.Stage(
+      scan, name, unbatched=(0, 1), consumes=(2,), rounds=policy.rounds
+    )
 
-  act_stage = stages.Stage(act, 'act', unbatched=(0, 1))
+  act_stage = stages.Stage(act, 'act', unbatched=(0, 1), rounds=policy.rounds)
   simulate = [
     step_stage(env, t == 0, t == num_steps - 1) for t in range(num_steps)
   ]

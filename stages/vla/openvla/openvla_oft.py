@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, UInt8
 from stages import base
 from stages.models import block as block_lib
 from stages.models import transformer
-from stages.models.layers import initialize, mixed_precision
+from stages.models.layers import initialize, mixed_precision, rounding
 from stages.vla.openvla import film as film_lib
 from stages.vla.openvla import openvla
 
@@ -189,6 +189,15 @@ def init_params(config: Config, key: jax.Array) -> Any:
   if config.film:
     params[FILM] = film_lib.init_params(config.openvla)
   return params
+
+
+def compute_params(config: Config, params: Any) -> Any:
+  """Parameters rounded once, as by `openvla`; those of heads and FiLM, too."""
+  names = {*heads(config), FILM}.intersection(params)
+  dtype = config.openvla.llama.dtype
+  return openvla.compute_params(config.openvla, params) | {
+    name: rounding.round_matrices(params[name], dtype) for name in names
+  }
 
 
 def check(config: Config, obs: Observation):

@@ -113,7 +113,7 @@ def policy(
     value if critic else None,
     recompute_logp=jnp.dtype(llama.dtype) != llama.param_dtype,
     sampling=sampling,
-    round_params=functools.partial(openvla.compute_params, config.openvla),
+    round_params=functools.partial(openvla_oft.compute_params, config),
     imitation_loss=imitation_loss,
   )
 

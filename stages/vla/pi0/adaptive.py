@@ -13,6 +13,9 @@ from stages.models import block as block_lib
 from stages.models.layers import mixed_precision
 
 PARTS = 'scale', 'shift', 'gate'  # In the order of checkpoints.
+NORMS = 'before_attention', 'before_feedforward'  # Of a layer.
+# Matrices of a layer's norms, which are products with the condition.
+MATRICES = tuple(f'{norm}_{part}_OD' for norm in NORMS for part in PARTS)
 
 
 def declare(module, name: str, width: int, D: int) -> dict:
@@ -61,10 +64,7 @@ class Block(block_lib.Block):
   def declare_norms(self):
     """Makes the parameters of the norms before attention and feed-forward."""
     D = self.config.D
-    self.norms = {
-      name: declare(self, name, D, D)
-      for name in ('before_attention', 'before_feedforward')
-    }
+    self.norms = {name: declare(self, name, D, D) for name in NORMS}
 
   def normalize(self, name: str, x_BTD, condition):
     """The norm `name`, by a condition [B, D]."""

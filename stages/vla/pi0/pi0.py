@@ -122,15 +122,21 @@ class Prefix(NamedTuple):
 def compute_params(config: Config, params: Any) -> Any:
   """Parameters rounded once, by part; the result of the model is the same.
 
-  The expert and parts that are not the model's stay as they are.
+  Of the expert, these are the matrices of its layers: actions, the state and
+  the time are mapped in float32. Parts that are not the model's stay as they
+  are.
   """
   project = functools.partial(
     rounding.round_matrices, dtype=config.vision.dtype
   )
+  in_layers = functools.partial(rounding.round_matrices, kept=adaptive.MATRICES)
   rounds = {
     'vision': functools.partial(vit.compute_params, config.vision),
     'projector': project,
     'trunk': functools.partial(transformer.compute_params, config.trunk),
+    'expert': lambda expert: (
+      expert | {'layers': in_layers(expert['layers'], config.expert.dtype)}
+    ),
   }
   return params | {k: f(params[k]) for k, f in rounds.items() if k in params}
 

@@ -1,4 +1,4 @@
-"""Frozen weights of VLAs are held as their models round them."""
+"""Weights of VLAs that are not trained are held as their models round them."""
 
 import dataclasses
 import functools
@@ -104,6 +104,58 @@ def test_frozen_weights_are_rounded_and_change_no_bit(case):
   )
   wide = jax.tree.map(lambda x: x.astype(jnp.float32), params)
   np.testing.assert_array_equal(loss(params), loss(wide))
+
+
+def oft_with_all_heads():
+  env = push.push(image_size=8)
+  config = openvla_oft.Config(OPENVLA, Z=CHUNK, A=2, O=2, head='l1', film=True)
+  own = openvla_oft_env.policy(
+    action_chunks.chunked(env, CHUNK, 1.0),
+    config=config,
+    instruction=(1, 5, 3),
+    state='state',
+    critic=False,
+  )
+  return env, own, CHUNK
+
+
+@pytest.mark.parametrize(
+  'make, kept',
+  [
+    (oft_with_all_heads, ()),
+    (
+      functools.partial(pi0, True),
+      ('action_in', 'action_out', 'time_in', 'time_out', 'norm_', 'attention_')
+      + ('feedforward_',),
+    ),
+  ],
+  ids=['openvla_oft', 'pi05'],
+)
+def test_all_that_a_policy_rounds_changes_no_bit(make, kept):
+  env, own, Z = make()
+  params = own.init(KEY)
+  # FiLM starts at zero.
+  params |= {
+    k: jax.tree.map(
+      lambda x: x + 0.1 * jax.random.normal(KEY, x.shape), params[k]
+    )
+    for k in {'film'} & {*params}
+  }
+  rounded = own.round_params(params)
+  for path, leaf in jax.tree_util.tree_leaves_with_path(rounded):
+    stays = is_kept(path) or any(name in path[-1].key for name in kept)
+    want = jnp.float32 if stays else jnp.bfloat16
+    assert leaf.dtype == want, jax.tree_util.keystr(path)
+  _, obs = env.init(jnp.arange(B))
+  action = jax.random.uniform(jax.random.key(2), (B, Z, 2), minval=-1)
+  keys = jax.random.split(KEY, B)
+  run = jax.jit(
+    lambda params: (
+      own.act(params, obs, keys).action,
+      own.imitation_loss(params, obs, action, keys),
+    )
+  )
+  jax.tree.map(np.testing.assert_array_equal, run(params), run(rounded))
 
 
 def test_actions_of_merged_weights_change_no_bit():
