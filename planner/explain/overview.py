@@ -7,7 +7,9 @@ import string
 from typing import Any
 
 from planner import formatting
-from planner.ir import graph
+from planner.ir import graph, instruction
+from planner.lower import program as program_lib
+from planner.lower import rounding
 from planner.simulation import clock
 
 IDLE, MOVING = '·', '~'
@@ -195,32 +197,74 @@ def one_line(flow: graph.Flow, plan) -> str:
   return ', '.join(parts)
 
 
-def to_json(flow: graph.Flow, plan, simulation) -> dict[str, Any]:
-  """Returns a plan, its period, busy seconds and moves, for JSON."""
+def to_json(evaluation) -> dict[str, Any]:
+  """Returns a plan, its period, busy seconds and moves, for JSON.
+
+  Args:
+    evaluation: of the plan, an `evaluate_plan.PlanEvaluation`.
+  """
+  flow, simulation = evaluation.flow, evaluation.simulation
   return {
-    'plan': json.loads(plan.to_json()),
+    'plan': json.loads(evaluation.plan.to_json()),
     'period': simulation.period,
     'busy': busy(flow, simulation),
-    'moves': moves(flow, plan),
+    'moves': moves(evaluation),
   }
 
 
-def moves(flow: graph.Flow, plan) -> dict[str, int]:
-  """Returns bytes between stages of different places, largest first."""
-  total = collections.Counter()
-  for node in flow.nodes:
-    for v in node.reads:
-      if v in flow.maker:
-        maker = flow.nodes[flow.maker[v]]
-        here, there = (plan.stages.get(n.name) for n in (maker, node))
-        if here and there and here != there:
-          total[f'{maker.name} → {node.name}'] += flow.values[v].bytes
+def moves(evaluation) -> dict[str, int]:
+  """Returns bytes that a step sends from stage to stage, largest first.
+
+  A place is sent a value once, for the first of its stages that reads it, and
+  in the type in which it holds it. What loops send is left out.
+
+  Args:
+    evaluation: of a plan, an `evaluate_plan.PlanEvaluation`.
+  """
+  flow, plan = evaluation.flow, evaluation.plan
+  held, total = rounding.held(flow, plan), collections.Counter()
+  parts = program_lib.parts(flow, plan)
+  for program in evaluation.programs.values():
+    for op in program:
+      if isinstance(op, instruction.Send) and op.place != instruction.SINK:
+        value = flow.values[held[op.place].get(op.value, op.value)]
+        reader = _reader(flow, parts, op.value, op.place) or op.place
+        total[f'{_maker(flow, op.value)} → {reader}'] += value.bytes
   return dict(total.most_common())
 
 
-def transfers(flow: graph.Flow, plan) -> str:
+def _maker(flow: graph.Flow, value: int) -> str:
+  """Returns the stage that makes a value, or what has it at first."""
+  while value in flow.maker:
+    node = flow.nodes[flow.maker[value]]
+    if not graph.is_plumbing(node):
+      return node.name
+    value = node.reads[0]
+  return flow.values[value].name.split('.')[0]
+
+
+def _reader(flow: graph.Flow, parts, value: int, place: str) -> str | None:
+  """Returns the first stage of a place that reads a value; None for none.
+
+  That may be in the next step, where it is the start of a carried value.
+  """
+  carried = (start for start, end in flow.carry if end == value)
+  for v in (value, *carried):
+    for i in flow.readers.get(v, ()):
+      node = flow.nodes[i]
+      if place not in parts[i]:
+        continue
+      if not graph.is_plumbing(node):
+        return node.name
+      after = (_reader(flow, parts, w, place) for w in node.writes)
+      if (found := next(filter(None, after), None)) is not None:
+        return found
+  return None
+
+
+def transfers(evaluation) -> str:
   """Formats these bytes in a line."""
-  found = moves(flow, plan)
+  found = moves(evaluation)
   return ', '.join(
     f'{way} {formatting.byte_size(n)}' for way, n in found.items()
   )

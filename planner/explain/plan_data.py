@@ -91,7 +91,7 @@ def plan_data(
   )
   every = sensitivity.all_changes(flow, found, assumed)
   return data | {
-    **overview.to_json(best.flow, found.best, best.simulation),
+    **overview.to_json(best),
     'seconds': found.seconds,
     'bottleneck': overview.bottleneck(
       best.flow, best.simulation, found.seconds

@@ -145,7 +145,7 @@ def _moves(evaluation, best, mine, its) -> str:
   if evaluation.plan.offload and not best.plan.offload:
     names = ', '.join(evaluation.plan.offload)
     return f'{clause}: {names} go to host memory and back'
-  found = overview.moves(evaluation.flow, evaluation.plan)
+  found = overview.moves(evaluation)
   if found:
     way, size = next(iter(found.items()))
     return f'{clause}: {way} is {formatting.byte_size(size)}'

@@ -246,7 +246,7 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
     report_text.slack(data),
     *remat.text(data['remat']),
     *offload.text(data['offload']),
-    _transfers(best.flow, result.best),
+    _transfers(best),
     '',
     *compiled_report.text(data.get('compiled')),
     *report_text.runners_up(data),
@@ -346,6 +346,6 @@ def _colocated(space) -> str:
   return f'Placed together, as some are short: {", ".join(some)}.\n'
 
 
-def _transfers(flow, plan) -> str | None:
-  transfers = overview.transfers(flow, plan)
+def _transfers(evaluation) -> str | None:
+  transfers = overview.transfers(evaluation)
   return f'Transfers between places: {transfers}.' if transfers else None

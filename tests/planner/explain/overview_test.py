@@ -1,11 +1,14 @@
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from planner.explain import overview, report_text
+from planner.ir import flow as flow_lib
 from planner.ir import plan
 from planner.lower import passes
-from planner.simulation import simulate
+from planner.simulation import evaluate_plan, simulate
+import stages
 import toys
 
 
@@ -20,6 +23,19 @@ def simulated(pieces=1, offload=(), seconds=None, **places):
   cost = toys.Known(seconds or {'a': 4, 'b': 4, 'c': 2}, switch=0.5)
   flow, programs = passes.lower(flow, chosen, cost)
   return flow, chosen, simulate.simulate(flow, programs, cost)
+
+
+def evaluated(flow, where, pieces=1):
+  places = dict.fromkeys(where.values())
+  chosen = plan.Plan(
+    {name: plan.Placement((i,)) for i, name in enumerate(places)},
+    where,
+    pieces=pieces,
+  )
+  cost = toys.Known(dict.fromkeys(where, 4), switch=0.5)
+  flow, programs = passes.lower(flow, chosen, cost)
+  found = simulate.simulate(flow, programs, cost)
+  return evaluate_plan.PlanEvaluation(chosen, flow, programs, cost, 0, found)
 
 
 def test_a_chart_shows_busy_and_waiting_places():
@@ -114,11 +130,38 @@ def test_a_plan_is_described_in_lines():
 
 
 def test_transfers_between_places_are_listed_by_size():
-  flow, chosen, evaluation = simulated(actor='a', learner='bc')
-  assert overview.moves(flow, chosen) == {'a → b': 32}
-  assert overview.transfers(flow, chosen) == 'a → b 32 B'
-  data = overview.to_json(flow, chosen, evaluation)
-  assert json.loads(json.dumps(data))['busy']['actor'] == {'a': 4}
+  flow = toys.chain('row', 'sum', 'batch')
+  evaluation = evaluated(flow, {'a': 'x', 'b': 'y', 'c': 'y'})
+  assert overview.moves(evaluation) == {'a → b': 32, 'c → a': 32}
+  assert overview.transfers(evaluation) == 'a → b 32 B, c → a 32 B'
+  data = overview.to_json(evaluation)
+  assert json.loads(json.dumps(data))['busy']['x'] == {'a': 4}
+
+
+@pytest.mark.parametrize('pieces', [1, 2])
+def test_a_transfer_has_the_bytes_that_a_place_holds_and_is_made_once(pieces):
+  half = lambda params: params.astype('bfloat16')
+  rows = stages.Stage(lambda x: x, 'rows')
+  act, score = (
+    stages.Stage(
+      lambda params, x: x * params.sum(),
+      name,
+      unbatched=(0,),
+      rounds={0: half},
+    )
+    for name in ('act', 'score')
+  )
+  learn = stages.Stage(lambda params, x: params + x.sum(), 'learn', 'batch')
+
+  def step(params, x):
+    x = rows(x)
+    x = score(params, act(params, x))
+    return learn(params, x), x
+
+  flow = flow_lib.trace(step, jnp.ones((4, 8)), jnp.ones((2, 3)))
+  where = {'rows': 'x', 'learn': 'x', 'act': 'y', 'score': 'y'}
+  found = overview.moves(evaluated(flow, where, pieces))
+  assert found == {'learn → act': 64, 'rows → act': 24, 'score → learn': 24}
 
 
 def test_stages_with_one_initial_get_different_letters():
