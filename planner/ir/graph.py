@@ -103,6 +103,8 @@ class Flow:
     read_elsewhere: triples of a stage that reads the state in another flow, the
       number of a value in the carry, and the type to which the stage rounds it;
       None if it does not.
+    handed_on: pairs of a value that a loop has made, which was unrolled, and of
+      the stages whose places have it from the loop, and so as it is.
   """
 
   nodes: tuple[Node, ...]
@@ -114,6 +116,7 @@ class Flow:
   carry_tree: Any = None
   rounded: tuple[tuple[int, int], ...] = ()
   read_elsewhere: tuple[tuple[str, int, Any], ...] = ()
+  handed_on: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
   @functools.cached_property
   def stages(self) -> tuple[str, ...]:

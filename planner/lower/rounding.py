@@ -55,6 +55,11 @@ def held(
   for place in plan.places:
     reads = _reads(flow, plan, place)
     kept = {*flow.inputs, *flow.outputs, *made[place]}
+    kept |= {
+      v
+      for v, names in flow.handed_on
+      if any(plan.stages.get(name) == place for name in names)
+    }
     here = {v: w for v, w in reads.items() if w != v and v not in kept}
     for group in _groups(flow, resident, place):
       some = {v for i in group for v in flow.carry[i]}

@@ -17,16 +17,17 @@ def unroll(flow: graph.Flow) -> graph.Flow:
   for node in flow.nodes:
     writer.add(flow, node, writer.known)
   known = writer.known
-  for start, end in flow.carry:  # A place holds both in one type.
-    if known.get(end, end) in writer.carried:
-      writer.carried.add(start)
+  for v, dtype in flow.in_dtype:
+    if v in known:
+      writer.round(known[v], dtype)
   return dataclasses.replace(
     flow,
-    nodes=writer.finished(),
+    nodes=tuple(writer.nodes),
     values=tuple(writer.values),
     outputs=tuple(known.get(v, v) for v in flow.outputs),
     carry=tuple((start, known.get(end, end)) for start, end in flow.carry),
     rounded=tuple((v, w) for (v, _), w in writer.in_dtype.items()),
+    handed_on=tuple(writer.handed_on),
   )
 
 
@@ -38,13 +39,12 @@ class _Writer:
     values: its values, the first of which are those of the original flow.
     known: the new ids of values that loops compute.
     in_dtype: as `graph.Flow`.
-    carried: the new ids of what no place holds rounded: what a round hands on,
-      and what becomes it from step to step.
+    handed_on: likewise.
   """
 
   def __init__(self, flow: graph.Flow):
     self.nodes, self.values, self.known = [], list(flow.values), {}
-    self.in_dtype, self.carried = dict(flow.in_dtype), set()
+    self.in_dtype, self.handed_on = dict(flow.in_dtype), []
 
   def add(
     self,
@@ -59,8 +59,8 @@ class _Writer:
       flow: the flow.
       node: one of its nodes.
       known: new ids of its values.
-      starts: new ids of what enclosing loops start with, which these hold as it
-        is.
+      starts: new ids of what a round of enclosing loops starts with, which
+        these hold as it is.
     """
     if not node.body:
       rounded = (
@@ -74,25 +74,17 @@ class _Writer:
       return
     body, carried = node.body, [start for start, _ in node.body.carry]
     inner = {v: known.get(x, x) for v, x in node.ids_before.items()}
-    starts |= {inner[start] for start in carried}
     for _ in range(graph.rounds(node)):
+      here = starts.union(inner[start] for start in carried)
       for made in body.nodes:
         inner |= {v: self.new(body.values[v]) for v in made.writes}
-        self.add(body, made, inner, starts)
+        self.add(body, made, inner, here)
       ends = [inner[end] for _, end in body.carry]
       inner |= dict(zip(carried, ends, strict=True))
-      self.carried.update(ends)
+    self.handed_on += [
+      (inner[start], _holders(body, start)) for start in carried
+    ]
     known |= {made: inner[start] for start, made in node.ids_after.items()}
-
-  def finished(self) -> tuple[graph.Node, ...]:
-    """Returns the nodes, which round none of `carried`."""
-    return tuple(
-      dataclasses.replace(
-        node,
-        rounded=tuple(x for x in node.rounded if x[0] not in self.carried),
-      )
-      for node in self.nodes
-    )
 
   def new(self, value: graph.Value) -> int:
     self.values.append(value)
@@ -104,6 +96,32 @@ class _Writer:
       value = dataclasses.replace(self.values[v], dtype=dtype)
       self.in_dtype[v, dtype] = self.new(value)
     return self.in_dtype[v, dtype]
+
+
+def _holders(body: graph.Flow, start: int) -> tuple[str, ...]:
+  """Returns the stages whose places hold a value that a loop carries.
+
+  As `program.homes` says, these are its readers. Where there are none, one
+  place holds it, which depends on the plan: all stages are returned.
+  """
+  return tuple(_readers(body, start)) or body.stages
+
+
+def _readers(body: graph.Flow, value: int) -> dict[str, None]:
+  """Returns the stages that read a value, those of inner loops included."""
+  found = {}
+  for i in body.readers.get(value, ()):
+    node = body.nodes[i]
+    if not node.body:
+      found[node.name] = None
+      continue
+    starts = {start for start, _ in node.body.carry}
+    for inner, outer in node.ids_before.items():
+      if outer == value and inner in starts:
+        found |= dict.fromkeys(_holders(node.body, inner))
+      elif outer == value:
+        found |= _readers(node.body, inner)
+  return found
 
 
 def renamed(node: graph.Node, known: dict[int, int]) -> graph.Node:

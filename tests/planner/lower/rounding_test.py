@@ -166,6 +166,30 @@ def changed(params, x):
   return stages.Repeat(body, 'updates', 2)((params, x))
 
 
+def test_what_a_loop_has_made_is_rounded_where_no_stage_of_it_reads_it():
+  def step(params, x):
+    params, x = changed(params, score(params, x))
+    return params, x
+
+  flow = flow_of(step=step)
+  for known in flow, unroll.unroll(flow):
+    found = held(known, score='b')
+    assert [*found.values()] == ['bfloat16'] * 2 and 'state.up_DF' in found
+    assert held(known, act='b', score='b') == {}
+
+
+def test_what_a_loop_has_made_stays_as_it_is_where_the_loop_reads_it():
+  def step(params, x):
+    made, x = changed(params, x)
+    return learn(params, x), score(made, x)
+
+  flow = flow_of(step=step)
+  for known in flow, unroll.unroll(flow):
+    # Their place has it from the loop.
+    assert held(known, act='b', score='b') == {}
+    assert [*held(known, score='b').values()] == ['bfloat16']
+
+
 def test_the_planner_rounds_nothing_that_loops_carry():
   flow = flow_of(step=changed)
   (loop,) = flow.nodes
