@@ -149,10 +149,13 @@ def linear(module, parameter: str, equation: str, x, product=jnp.einsum):
     return y
   a, b = (module.get_variable('params', name) for name in names)
   ins, outs = split(parameter)
-  low_BTI = mixed_precision.product(f'BT{ins},{ins}I->BTI', x, a)
-  low_BTI = low_BTI.astype(x.dtype)
-  delta = mixed_precision.product(f'BTI,I{outs}->BT{outs}', low_BTI, b)
-  return (y.astype(delta.dtype) + delta).astype(y.dtype)
+  low_BTI = mixed_precision.rounded_product(f'BT{ins},{ins}I->BTI', x, a)
+  # In the dtype of W x: otherwise the sum would take both to float32.
+  is_wide = y.dtype == mixed_precision.wide_dtype(x.dtype)
+  multiply = (
+    mixed_precision.product if is_wide else mixed_precision.rounded_product
+  )
+  return y + multiply(f'BTI,I{outs}->BT{outs}', low_BTI, b)
 
 
 def shapes(params, settings: Lora) -> dict[str, jax.ShapeDtypeStruct]:

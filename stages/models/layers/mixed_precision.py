@@ -99,19 +99,31 @@ def product(equation: str, x, weight):
     return _rounded_product(equation, x, *weight)
   if x.dtype == wide_dtype(x.dtype):
     return jnp.einsum(equation, x, weight)
-  return _narrow_product(equation, x, weight)
+  return _narrow_product(equation, True, x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _narrow_product(equation, x, weight):
-  return _einsum(equation, x, weight.astype(x.dtype))
+def rounded_product(equation: str, x, weight):
+  """As `product`, rounded to the dtype of `x`.
+
+  XLA writes the sums of `product` in float32 before it rounds them.
+  """
+  if x.dtype == wide_dtype(x.dtype):
+    return jnp.einsum(equation, x, weight)
+  return _narrow_product(equation, False, x, weight)
 
 
-def _narrow_product_forward(equation, x, weight):
-  return _narrow_product(equation, x, weight), (x, weight)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _narrow_product(equation, is_wide, x, weight):
+  einsum = _einsum if is_wide else jnp.einsum
+  return einsum(equation, x, weight.astype(x.dtype))
 
 
-def _narrow_product_backward(equation, factors, cotangent):
+def _narrow_product_forward(equation, is_wide, x, weight):
+  return _narrow_product(equation, is_wide, x, weight), (x, weight)
+
+
+def _narrow_product_backward(equation, is_wide, factors, cotangent):
+  del is_wide
   x, weight = factors
   x_bar, weight_bar = _gradients(equation, x, weight.astype(x.dtype), cotangent)
   return x_bar, weight_bar.astype(weight.dtype)

@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +112,53 @@ def test_gradients_are_those_of_the_dense_formula():
       np.testing.assert_allclose(
         mine, want, rtol=1e-4, atol=limit, err_msg=name
       )
+
+
+class Up(nn.Module):
+  """An adapted matrix in bfloat16."""
+
+  def setup(self):
+    self.up_DF = self.get_variable('params', 'up_DF').astype(jnp.bfloat16)
+
+  def __call__(self, x_BTD):
+    return lora.linear(self, 'up_DF', 'BTD,DF->BTF', x_BTD)
+
+
+def test_the_sum_with_an_adapter_is_not_taken_in_float32():
+  """On GPUs, it was the larger part of what a layer wrote to memory."""
+  rng, F = np.random.default_rng(0), 48
+  shapes = {'up_DF': (16, F), 'up_A_DI': (16, 3), 'up_B_IF': (3, F)}
+  params = {
+    name: jnp.asarray(rng.normal(size=shape), jnp.bfloat16).astype(jnp.float32)
+    for name, shape in shapes.items()
+  }
+  x_BTD = jnp.asarray(rng.normal(size=(2, 5, 16)), jnp.bfloat16)
+
+  def forward(adapter, x_BTD):
+    return Up().apply({'params': params | adapter}, x_BTD)
+
+  def both(adapter, x_BTD):
+    y_BTF, pull = jax.vjp(forward, adapter, x_BTD)
+    return y_BTF, pull(y_BTF)
+
+  adapter = {x: params[x] for x in ('up_A_DI', 'up_B_IF')}
+  jaxpr = str(jax.make_jaxpr(both)(adapter, x_BTD))
+  assert f'bf16[2,5,{F}]' in jaxpr
+  assert f'f32[2,5,{F}]' not in jaxpr
+  y_BTF, (adapter_bar, x_bar) = both(adapter, x_BTD)
+  assert {x.dtype for x in adapter_bar.values()} == {jnp.dtype('float32')}
+  w, a, b, x = (np.asarray(v, np.float64) for v in (*params.values(), x_BTD))
+  y = np.asarray(y_BTF, np.float64)
+  wants = {
+    'y': (y, x @ (w + a @ b)),
+    'x': (x_bar, y @ (w + a @ b).T),
+    'A': (adapter_bar['up_A_DI'], np.einsum('btd,btf->df', x, y) @ b.T),
+    'B': (adapter_bar['up_B_IF'], np.einsum('bti,btf->if', x @ a, y)),
+  }
+  for name, (got, want) in wants.items():
+    error = np.asarray(got, np.float64) - want
+    # Of three roundings to eight bits.
+    assert np.linalg.norm(error) < 3 * 2**-9 * np.linalg.norm(want), name
 
 
 def grpo(optimizer, **kwargs):
