@@ -41,7 +41,7 @@ def lerobot_config(adaptive):
 
 
 def layer_outputs(model, run):
-  """What each layer of LeRobot's trunk and expert returns, as `run` calls them.
+  """Outputs of each layer of LeRobot's trunk and expert, as `run` calls them.
 
   Returns:
     the outputs of the trunk's layers and of the expert's, the latter after
