@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import sys
 import typing
 import warnings
 
@@ -68,8 +69,7 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
       settings.processes,
     )
   if cpu:
-    # Compiling takes half a minute and a compiler, and gains little.
-    os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
+    _compile_nothing()
   logging.getLogger('torch._library.triton').setLevel(logging.ERROR)
   with warnings.catch_warnings(), _environment_of_ranks(settings):
     warnings.simplefilter('ignore')  # Warnings of vLLM's dependencies.
@@ -110,6 +110,17 @@ def start(settings: Settings, max_model_len: int, enable_sleep: bool):
         enable_sleep_mode=enable_sleep and not cpu,
       )
     )
+
+
+def _compile_nothing():
+  """Has torch compile nothing of vLLM, unless the environment says otherwise.
+
+  Compiling takes half a minute and a compiler, and gains little on a CPU. If
+  torch was imported before, it has read the environment.
+  """
+  off = os.environ.setdefault('TORCH_COMPILE_DISABLE', '1')
+  if 'torch._dynamo.config' in sys.modules:
+    sys.modules['torch._dynamo.config'].disable = off == '1'
 
 
 def _reserved_rank(rank: int) -> int:

@@ -102,6 +102,14 @@ def test_log_probs_are_of_the_distribution_that_is_evaluated(case, sampling):
     assert np.abs(np.asarray(bare.logp - want.logp) * x.mask).max() > 0.1
 
 
+def test_nothing_is_compiled_although_torch_was_imported_before(case):
+  import torch._dynamo.utils
+
+  params = case.policy().init(jax.random.key(0))
+  vllm_models.act(case.policy(), params, vllm_models.prompts())
+  assert not torch._dynamo.utils.counters['frames']
+
+
 @with_both
 def test_greedy_completions_equal_those_of_the_model(case):
   policy, own = case.policy(), case.policy(engine=None)
