@@ -285,6 +285,9 @@ class Policy(NamedTuple):
       in flow matching, rather than their sum.
     trains_router: whether it trains the router of a mixture of experts.
     replays_routing: whether `act` takes `record`, see `routing_replay`.
+    prepare_act: `params -> params`: what `act` computes of its parameters
+      before all else. It also takes the result in their place, so that a loop
+      of many actions computes it once. None where there is nothing.
   """
 
   init: Callable[[Key], Params]
@@ -305,6 +308,7 @@ class Policy(NamedTuple):
   imitation_is_mean: bool = False
   trains_router: bool = False
   replays_routing: bool = False
+  prepare_act: Callable[[Params], Params] | None = None
 
   @property
   def rounds(self) -> dict[int, Callable[[Params], Params]]:

@@ -260,6 +260,8 @@ def merge(params):
   for p, a, b in sorted(pairs(params), key=lambda x: -own[x[0]].size):
     ins, outs = split(p)
     delta = jnp.einsum(f'L{ins}I,LI{outs}->L{ins}{outs}', a, b)
+    # XLA would write W in float32, to add it within the product.
+    delta = jax.lax.optimization_barrier(delta)
     layers[p] = (own[p].astype(delta.dtype) + delta).astype(own[p].dtype)
   return with_layers(params, layers)
 

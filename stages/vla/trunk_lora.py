@@ -70,13 +70,17 @@ def wrap(
     return {lora.ADAPTER: adapter, base.FROZEN: own} | params
 
   joined = functools.partial(_whole, lora.join, part=part)
-  merged = functools.partial(merge, part=part)
+
+  def merged(params):
+    return merge(params, part=part) if lora.is_adapted(params) else params
+
   return policy._replace(
     init=init,
     act=lora.prepared(policy.act, merged),
     evaluate=lora.prepared(policy.evaluate, joined),
     value=lora.prepared(policy.value, joined),
     imitation_loss=lora.prepared(policy.imitation_loss, joined),
+    prepare_act=merged,
   )
 
 

@@ -274,7 +274,7 @@ def uniform_while_warm(policy: base.Policy) -> base.Policy:
     return x._replace(action=jnp.where(warm, uniform_BA, x.action))
 
   # No policy that explores in this way is of a narrower type.
-  return policy._replace(act=act, round_params=None)
+  return policy._replace(act=act, round_params=None, prepare_act=None)
 
 
 def store_and_sample(

@@ -70,7 +70,8 @@ def rollout(
   if not env.host:
     name = 'attempt' if greedy else 'rollout'
     dropped = without | ({} if keep_states else {'final_state': None})
-    scan = functools.partial(_scan, act, env, num_steps, dropped)
+    prepare = policy.prepare_act or (lambda params: params)
+    scan = functools.partial(_scan, prepare, act, env, num_steps, dropped)
     return stages.Stage(
       scan, name, unbatched=(0, 1), consumes=(2,), rounds=policy.rounds
     )
@@ -97,6 +98,7 @@ def rollout(
 
 
 def _scan(
+  prepare: Callable,
   act: Callable,
   env: env_lib.Env,
   num_steps: int,
@@ -109,8 +111,11 @@ def _scan(
 ):
   """All steps in a JAX environment, as one loop; see `rollout`.
 
-  `dropped` names fields of time steps that are not kept, with their values.
+  `prepare` is `base.Policy.prepare_act`. `dropped` names fields of time steps
+  that are not kept, with their values.
   """
+  # XLA leaves in a loop what has larger results than arguments.
+  params = prepare(params)
 
   def step(carry, _):
     state, obs, key_B = carry
