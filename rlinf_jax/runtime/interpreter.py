@@ -21,7 +21,8 @@ from sharding import multihost, offload
 SHARED = 'shared devices'  # The name of a lease's spans in the timeline.
 MORE_MEMORY = (
   ' It needs more memory than it gets: cut its rows (`micro_batch` of the '
-  'plan), or make the batch or its lengths smaller.'
+  'plan), make the batch or its lengths smaller, or end other programs that '
+  'hold memory of the device.'
 )
 _copy = jax.jit(lambda xs: [jnp.copy(x) for x in xs])
 
