@@ -63,6 +63,23 @@ def _layer_norm(x, scale, bias, norm_epsilon):
   return (normal * scale + bias).astype(x.dtype)
 
 
+def gelu(x):
+  """The exact GELU, x Φ(x), arXiv:1606.08415, in float32 or wider.
+
+  Φ is the distribution of a normal number. The result has the dtype of `x`.
+  """
+  if x.dtype == wide_dtype(x.dtype):
+    return _gelu(x)
+  return jax.checkpoint(_gelu, prevent_cse=False)(x)
+
+
+def _gelu(x):
+  wide_x = x.astype(wide_dtype(x.dtype))
+  # By erf, as in torch. On GPUs, XLA computes erfc in two kernels.
+  normal = 0.5 * (1.0 + jax.lax.erf(wide_x * 0.5**0.5))
+  return (wide_x * normal).astype(x.dtype)
+
+
 class Rounded(NamedTuple):
   """A weight for several products, which is rounded once for all of them.
 

@@ -37,7 +37,7 @@ from stages.models.vision import resample
 
 Activation = Literal['gelu', 'gelu_tanh']
 ACTIVATIONS = {
-  'gelu': functools.partial(nn.gelu, approximate=False),
+  'gelu': mixed_precision.gelu,
   'gelu_tanh': functools.partial(nn.gelu, approximate=True),
 }
 COLORS = 3

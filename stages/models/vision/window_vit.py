@@ -57,7 +57,7 @@ class Merger(nn.Module):
       ('out', 'FD', (width, self.config.D)),
     ):
       if name == 'out':
-        x = nn.gelu(x, approximate=False)
+        x = mixed_precision.gelu(x)
       weight = block_lib.matrix(self, f'{name}_{letters}', *shape)
       bias = block_lib.parameter(self, f'{name}_bias_{letters[1]}', shape[1])
       y = mixed_precision.product('bsi,io->bso', x, weight)

@@ -143,7 +143,7 @@ class Projector(nn.Module):
     )
     for name, letters, shape in layers:
       if name != 'in':
-        x = nn.gelu(x, approximate=False)
+        x = mixed_precision.gelu(x)
       weight = block_lib.matrix(self, f'{name}_{letters}', *shape)
       bias = block_lib.parameter(self, f'{name}_bias_{letters[1]}', shape[1])
       y = mixed_precision.product('bsi,io->bso', x, weight)

@@ -127,7 +127,7 @@ class StateProjector(nn.Module):
   def __call__(self, x):
     c = self.config
     x = _affine(self, 'in', 'OF', x, c.O, c.D)
-    x = nn.gelu(x, approximate=False)
+    x = mixed_precision.gelu(x)
     return _affine(self, 'out', 'FD', x, c.D, c.D)
 
 

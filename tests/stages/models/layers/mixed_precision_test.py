@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 from jax.extend import core
@@ -139,6 +140,22 @@ def test_a_product_is_summed_in_float32_and_its_cotangents_keep_their_types(
     np.testing.assert_allclose(
       x_bar.astype(wide), want, rtol=2**-8, atol=1e-4 * np.abs(want).max()
     )
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
+def test_gelu_is_rounded_once_and_keeps_its_input_alone(dtype):
+  x = jnp.linspace(-6.0, 6.0, 241).astype(dtype)
+  y, pullback = jax.vjp(mixed_precision.gelu, x)
+  assert y.dtype == x.dtype
+  if dtype == 'bfloat16':
+    assert {v.dtype for v in jax.tree.leaves(pullback)} == {x.dtype}
+  (got,) = pullback(jnp.ones_like(y))
+  exact = [float(v) for v in x]
+  normal = np.array([0.5 * math.erfc(-v * 0.5**0.5) for v in exact])
+  density = np.exp(-np.square(exact) / 2) / (2 * np.pi) ** 0.5
+  tolerance = {'rtol': float(jnp.finfo(dtype).eps), 'atol': 1e-6}
+  for mine, want in (y, exact * normal), (got, normal + exact * density):
+    np.testing.assert_allclose(np.asarray(mine, np.float64), want, **tolerance)
 
 
 def test_logits_in_bfloat16_are_not_rounded():
