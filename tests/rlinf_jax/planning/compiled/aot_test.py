@@ -99,11 +99,12 @@ def test_a_tpu_program_compiles_with_the_memory_that_is_read_and_no_less():
   missing = topology_lib.missing_package('v5e')
   if missing:
     pytest.skip(f'{missing} is not installed: {topology_lib.EXTRA}.')
+  path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
   done = subprocess.run(
     [sys.executable, SCRIPT.with_name('compile_with_limits.py')],
     capture_output=True,
     text=True,
-    env=os.environ | {'PYTHONPATH': str(ROOT), 'XLA_FLAGS': ''},
+    env=os.environ | {'PYTHONPATH': path, 'XLA_FLAGS': ''},
   )
   assert done.returncode == 0, done.stdout + done.stderr
   found = json.loads(done.stdout.splitlines()[-1])
