@@ -55,13 +55,18 @@ class Allocation:
 
   def peaks(self) -> Peaks:
     """Returns the peak bytes of its buffers and of loops' bodies."""
+    buffers = self.buffers
     if self.platform == 'gpu':
-      merged_kernels.merge(self.buffers)
-    for buffer in self.buffers:
+      rounded = merged_kernels.rounded(buffers)
+      merged_kernels.merge(buffers)
+      merged_kernels.place(rounded, buffers)
+      buffers = buffers + rounded
+    for buffer in buffers:
       for source in buffer.sources:
         source.last = max(source.last, buffer.born)
-    changes = np.zeros((3, self.now + 3))
-    for buffer in self.buffers:
+    # An equation has two halves, see `variables.Buffer.is_early`.
+    changes = np.zeros((3, 2 * self.now + 6))
+    for buffer in buffers:
       inside = not buffer.outside
       counts = np.array(
         [
@@ -70,12 +75,22 @@ class Allocation:
           inside and not buffer.is_sharded or buffer.is_whole,
         ]
       )
-      changes[:, buffer.born] += counts * buffer.size
-      changes[:, buffer.last + 1] -= counts * buffer.size
+      born = 2 * buffer.born + (not buffer.is_early)
+      last = 2 * buffer.last + (not buffer.ends_early)
+      changes[:, born] += counts * buffer.size
+      changes[:, last + 1] -= counts * buffer.size
     for when, sizes in self.within.items():
-      changes[:, when] += sizes
-      changes[:, when + 1] -= sizes
+      changes[:, 2 * when] += sizes
+      changes[:, 2 * when + 2] -= sizes
     return Peaks(*np.cumsum(changes, 1).max(1, initial=0.0).tolist())
+
+  def note_rounding(self, wide: variables.Variable, narrow):
+    """Records that a product is read in a narrower type alone."""
+    if wide.fused or narrow.size >= wide.size or len(wide.sources) != 1:
+      return
+    (buffer,) = wide.sources
+    if buffer.is_product and not buffer.outside and buffer.size == wide.size:
+      buffer.rounded = narrow.size
 
   def gather(self, variable: variables.Variable, dtype):
     """Records that devices which share an argument have it in full now."""

@@ -232,6 +232,8 @@ class WorkCounter(loops.LoopCounter):
       made[0] = args[0].converted.setdefault(dtype, made[0])
       if self._rounds_weight(eqn, args[0], made[0]):
         self.store(made[0])
+      elif self.readers[id(eqn.invars[0])] == 1:
+        self.note_rounding(args[0], made[0])
     elif name == 'broadcast_in_dim':
       made[0].letters = args[0].letters and primitives.letters_of(
         eqn, args[0].letters
@@ -251,13 +253,17 @@ class WorkCounter(loops.LoopCounter):
     """Whether a weight with its adapter added is only rounded.
 
     XLA adds and rounds in one kernel, and does so before it makes others, as
-    the product of the adapter takes more memory than what is left of it.
+    the product of the adapter takes more memory than what is left of it. So it
+    does with a weight that was expanded, which is no argument.
     """
-    return (
+    if self.readers[id(eqn.invars[0])] != 1 or narrow.size >= wide.size:
+      return False
+    products = [b for b in wide.sources if b.is_product and not b.outside]
+    large = [b for b in wide.sources if b.size > allocation.SCALAR]
+    return bool(products) and (
       bool(wide.letters)
-      and narrow.size < wide.size
-      and self.readers[id(eqn.invars[0])] == 1
-      and any(b.is_product and not b.outside for b in wide.sources)
+      or len(large) > 1
+      and any(b.size > narrow.size for b in products)
     )
 
   def _accumulate(self, eqn, args, total: variables.Variable):

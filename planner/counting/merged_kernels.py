@@ -5,6 +5,10 @@ and do not wait for each other. A kernel of several results cannot write any of
 them over what it reads, so that all results lie beside all operands. In the
 backward pass of a feed-forward, three arrays of its width are read, and three
 more are made of them.
+
+It rounds a product in a kernel of its own where three others read it rounded,
+as these read fewer bytes so. One of their results then is written over it.
+Products are not written over, as cuBLAS returns them with its workspace.
 """
 
 from collections.abc import Sequence
@@ -24,6 +28,54 @@ def merge(buffers: Sequence[variables.Buffer]):
     ready = max(source.born for made in kernel for source in made.sources)
     for made in kernel:
       made.born, made.last = ready, max(made.last, ready)
+
+
+def rounded(buffers: Sequence[variables.Buffer]) -> list[variables.Buffer]:
+  """Returns products that are rounded by themselves, for their readers.
+
+  Args:
+    buffers: all of a program, in the order in which they are made.
+  """
+  readers, found = {}, []
+  for buffer in buffers:
+    for source in buffer.sources:
+      if source.rounded:
+        readers.setdefault(source, []).append(buffer)
+  for wide, some in readers.items():
+    n = len(some)
+    if n * wide.size < wide.size + (1 + n) * wide.rounded:
+      continue
+    born = min(buffer.born for buffer in some)
+    if wide.last > born:  # Something else reads it.
+      continue
+    narrow = variables.Buffer(wide.rounded, born, shape=wide.shape)
+    narrow.sources, narrow.is_early = {wide: wide.size}, True
+    for buffer in some:
+      del buffer.sources[wide]
+      buffer.sources[narrow] = narrow.size
+    found.append(narrow)
+  return found
+
+
+def place(
+  some: Sequence[variables.Buffer], buffers: Sequence[variables.Buffer]
+):
+  """Places rounded products before the first kernels that read them.
+
+  Args:
+    some: the products, as `rounded` returns them.
+    buffers: all others, after `merge`.
+  """
+  for narrow in some:
+    readers = [buffer for buffer in buffers if narrow in buffer.sources]
+    narrow.born = min(buffer.born for buffer in readers)
+    narrow.last = max(buffer.born for buffer in readers)
+    (wide,) = narrow.sources
+    wide.ends_early = True
+    narrow.ends_early = any(
+      buffer.born == narrow.last and buffer.size == narrow.size
+      for buffer in readers
+    )
 
 
 def kernels(

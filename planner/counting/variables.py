@@ -22,6 +22,10 @@ class Buffer:
     is_table: whether rows of a parameter that each device has in full are added
       to it.
     is_product: whether it is the result of a product of matrices.
+    rounded: bytes of itself in a narrower type, in which alone it is read; 0
+      otherwise.
+    is_early: whether it is made before other arrays of its equation.
+    ends_early: whether other arrays of its last equation are made after it.
     shape: its dimensions.
     sources: the buffers that it is computed of, and how many bytes of them, if
       it is the result of an elementwise kernel.
@@ -33,6 +37,7 @@ class Buffer:
     self.outside, self.shape = outside, shape
     self.is_sharded = self.is_whole = False
     self.is_scattered = self.is_table = self.is_product = False
+    self.rounded, self.is_early, self.ends_early = 0.0, False, False
     self.sources, self._bit, self._before = {}, 0, 0
     self.origins = frozenset()
 

@@ -84,8 +84,13 @@ def test_a_gpu_adds_an_adapter_to_its_weight_in_place():
 
 
 @pytest.mark.parametrize('platform', ['gpu', 'tpu'])
-def test_a_weight_is_rounded_as_its_adapter_is_added(platform):
+@pytest.mark.parametrize('expanded', [False, True])
+def test_a_weight_is_rounded_as_its_adapter_is_added(platform, expanded):
   def act(weights, a, b):
+    if expanded:  # As quantized weights are, layer by layer.
+      expand = lambda w: w.astype(jnp.bfloat16) / 2
+      weights = [lax.map(expand, w) for w in weights]
+
     def merged(w):
       return (w.astype(jnp.float32) + a @ b).astype(jnp.bfloat16)
 
@@ -97,16 +102,34 @@ def test_a_weight_is_rounded_as_its_adapter_is_added(platform):
     y = jnp.zeros((B, 1), jnp.bfloat16)
     return lax.scan(turn, y, None, length=3)[0]
 
-  weight = jax.ShapeDtypeStruct((B, B), jnp.bfloat16)
+  kind = jnp.int8 if expanded else jnp.bfloat16
+  weight = jax.ShapeDtypeStruct((B, B), kind)
   low = jax.ShapeDtypeStruct((B, D), jnp.float32)
   high = jax.ShapeDtypeStruct((D, B), jnp.float32)
   letters = [('D', 'F'), ('D', 'F'), ('D', ''), ('', 'F')]
   done = count.work(
     act, (weight, weight), low, high, letters=letters, platform=platform
   )
-  # Two sums in bfloat16, and the product of the second in float32.
-  sums = 2 * 2 * B * B
+  # Two sums in bfloat16, and the product of the second in float32; that of the
+  # second weight, expanded, before.
+  sums = (2 + expanded) * 2 * B * B
   assert 0 <= done.bytes_alive - (sums + ITEM * B * B) <= 8 * B
+
+
+@pytest.mark.parametrize('kernels', [2, 3])
+def test_a_gpu_rounds_a_product_by_itself_for_three_kernels(kernels):
+  functions = [jnp.tanh, jnp.sin, jnp.cos][:kernels]
+
+  def run(x):
+    wide = jnp.matmul(x, x, preferred_element_type=jnp.float32)
+    narrow = wide.astype(x.dtype)
+    return [f(narrow) @ x for f in functions]
+
+  like = jax.ShapeDtypeStruct((B, B), jnp.bfloat16)
+  alive = count.work(run, like, platform='gpu').bytes_alive
+  # Two kernels read the product, and have a result each in half of its bytes.
+  # Three read it rounded: it is there first, then one result replaces that.
+  assert alive == {2: 2.0, 3: 1.5}[kernels] * ITEM * B * B
 
 
 def test_the_adapter_of_the_largest_matrix_is_added_first():
