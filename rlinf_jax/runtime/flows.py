@@ -24,7 +24,7 @@ def trace_flows(
   """Records the flows of a step and of an evaluation; computes no arrays."""
   key, batch = jax.random.key(seed), first_batch(source, seed)
   state = _state_shapes(workflow, batch, key)
-  step = trace_step(workflow, batch, key)
+  step = flow_lib.trace(workflow.step, state, batch, key)
   evaluate = _trace_evaluation(workflow, source, state)
   return rounding.with_readers(step, evaluate), evaluate
 
