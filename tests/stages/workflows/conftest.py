@@ -1,10 +1,5 @@
-import pytest
+"""Tests here make many stages that differ in a setting or two."""
 
 import shared_stages
 
-
-@pytest.fixture(scope='module', autouse=True)
-def equal_stages_share_programs():
-  """Tests here make many workflows that differ in a setting or two."""
-  with shared_stages.sharing():
-    yield
+shared = shared_stages.of_a_module  # The fixture.
