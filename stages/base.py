@@ -264,6 +264,10 @@ class Policy(NamedTuple):
     empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
       `cache` and `max_unread` and returns the cache, too; None if it has none,
       as in slots.
+    empty_kept: `rows -> kept`, in slots: keys and values of no rows, with room
+      for some. Given those of the leading `num_started` rows as `kept`,
+      `resume` reads only the others again, and returns its completions and
+      `row_N -> kept` of those. None if it keeps none.
     engine: continuous batching, for the cost model; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.
@@ -298,6 +302,7 @@ class Policy(NamedTuple):
   out_shapes: Callable[..., Experience] | None = None
   resume: Callable[..., Completions] | None = None
   empty_cache: Callable[[int], Any] | None = None
+  empty_kept: Callable[[int], Any] | None = None
   recompute_logp: bool = False
   engine: core.EngineCost | None = None
   sampling: Any = None

@@ -4,10 +4,12 @@
 
 The lengths of completions have a long tail, see `long_tail`. Each step starts
 new groups beside those that the last one has left unfinished, and stops when as
-many groups have ended as it has started. Both ways take the same steps with the
-same parameters, and all rows that they return are compared. Printed are the
-CPU-seconds of both, those of reading carried rows again, and the tokens that
-slots draw and discard. The first step compiles, and is not counted.
+many groups have ended as it has started. All ways take the same steps with the
+same parameters, and all rows that they return are compared: static batches,
+slots, and slots that keep the keys and values of carried rows, as rounds of
+DAPO may. Printed are the CPU-seconds of each, those of reading carried rows
+again, and the tokens that slots draw and discard. The first step of a way
+compiles, and is not counted; nothing is kept before it.
 """
 
 import argparse
@@ -82,7 +84,7 @@ def encoder(args, slots):
     queue = slot_rows.Queue(jnp.argsort(~is_open_B, stable=True), B)
     count = is_open_B.sum(dtype=jnp.int32)
     more = {'count': count, 'most': B}
-    given = model, params, split, rows, queue, state
+    given = model, params, layers, split, rows, queue, state
     return unfinished.into_slots(*given, **more).slots.caches
 
   return jax.jit(run)
@@ -135,24 +137,37 @@ def main():
     for slots in (None, *args.slots)
   }
   read = {slots: encoder(args, slots) for slots in step}
+  rows = args.extra_groups * args.group_size
+  kept = {slots: policy(args, slots).empty_kept(rows) for slots in args.slots}
+  ways = [(slots, keeps) for slots in step for keeps in (False, True)]
+  ways.remove((None, True))
   for i in range(args.steps):
     key_B = jax.random.split(jax.random.key(i), args.groups * args.group_size)
     found, results = {'step': i}, {}
     before = int(carried.rows.mask.sum())
-    for slots in step:
+    # The order alternates.
+    for slots, keeps in ways[:: 1 - 2 * (i % 2)]:
       counter.discarded = 0
+      given = carried._replace(kept=kept[slots]) if keeps else carried
       _, reading = spend(read[slots], params, carried)
       with patch:
-        results[slots], spent = spend(
-          step[slots], actor, carried, problem(args, i), key_B
-        )
+        made, spent = spend(step[slots], actor, given, problem(args, i), key_B)
         jax.effects_barrier()
       name = 'static' if slots is None else f'{slots} slots'
-      found[name] = {'seconds': spent, 'reading': reading}
+      name += ', kept' if keeps else ''
+      found[name] = {'seconds': spent}
+      if not keeps:
+        found[name]['reading'] = reading
+      if keeps:
+        kept[slots] = made[2].kept
+        made = *made[:2], made[2]._replace(kept=())
       if slots is not None:
         found[name]['discarded'] = counter.discarded
-        same(results[slots], results[None])
-    _, x, rest = results[None]
+      results[slots, keeps] = made
+    want = results[None, False]
+    for got in results.values():
+      same(got, want)
+    _, x, rest = want
     drawn = int(x.mask.sum() + rest.rows.mask.sum()) - before
     found |= {'carried': before, 'drawn': drawn}
     print(json.dumps(found), flush=True)

@@ -16,7 +16,7 @@ from stages.language.decoding import (
   routing_replay,
 )
 from stages.language.decoding import stop_texts as stop_texts_lib
-from stages.language.decoding.slots import slot_cache
+from stages.language.decoding.slots import kept_rows, slot_cache
 from stages.language.scoring import scorer
 from stages.models import transformer
 
@@ -86,7 +86,7 @@ def policy(
     routing_replay.check(config)
   model = transformer.Transformer(config)
 
-  act, resume, empty_cache, engine = _decoders(
+  act, resume, empty_cache, empty_kept, engine = _decoders(
     model,
     response_length,
     slots,
@@ -95,7 +95,7 @@ def policy(
     sampling=sampling,
   )
   if replay_routing:
-    resume = empty_cache = None
+    resume = empty_cache = empty_kept = None
   score_states = functools.partial(
     _score_states, config, sampling, max_live_logits
   )
@@ -112,6 +112,7 @@ def policy(
     evaluate,
     resume=resume and within(resume),
     empty_cache=empty_cache,
+    empty_kept=empty_kept,
     recompute_logp=narrow,
     engine=engine,
     sampling=sampling,
@@ -126,22 +127,29 @@ def policy(
 
 def _decoders(
   model: transformer.Transformer, length: int, slots: int | None, **settings
-) -> tuple[Callable, Callable | None, Callable | None, core.EngineCost | None]:
-  """The policy's `act`, `resume`, `empty_cache` and `engine`; see `policy`."""
+) -> tuple[
+  Callable,
+  Callable | None,
+  Callable | None,
+  Callable | None,
+  core.EngineCost | None,
+]:
+  """The policy's `act`, `resume`, caches and `engine`; see `policy`."""
   act = functools.partial(generate.generate, model, length=length, **settings)
   resume = None
   if model.config.vision is None:
     resume = functools.partial(generate.resume, model, **settings)
   if slots is None:
     empty = functools.partial(kept_cache.empty, model.config, length=length)
-    return act, resume, resume and empty, None
+    return act, resume, resume and empty, None, None
   work = functools.partial(slot_cache.attention_work, model.config, length)
   engine = core.slots_cost(act, resume, slots, work)
   settings['slots'] = slots
   act = functools.partial(continuous.generate, model, length=length, **settings)
   if resume:
     resume = functools.partial(continuous.resume, model, **settings)
-  return act, resume, None, engine
+  empty = functools.partial(kept_rows.empty, model.config, length=length)
+  return act, resume, None, resume and empty, engine
 
 
 def _within_positions(

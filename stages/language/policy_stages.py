@@ -268,10 +268,15 @@ class Rollouts(NamedTuple):
       is carried to the next step, and metrics.
     allocate: `problem -> carry` of the first step; None if nothing is carried,
       so that the version that a step is given draws all of its tokens.
+    keep: `carry -> carry`, in which calls of `run` with the same parameters
+      also keep keys and values; None if they cannot.
+    drop: `carry -> carry` without these.
   """
 
   run: Callable
   allocate: Callable | None = None
+  keep: Callable | None = None
+  drop: Callable | None = None
 
 
 RolloutMethod = Callable[[base.Policy, int], Rollouts]

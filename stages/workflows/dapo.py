@@ -66,6 +66,7 @@ def dapo(
   num_minibatches: ranges.PositiveInt = 1,
   num_epochs: ranges.PositiveInt = 1,
   expected_rounds: ranges.PositiveInt | None = None,
+  keep_kv_cache: bool = False,
   balance_coef: ranges.NonNegativeFloat = 0.0,
   mask_truncated: bool = False,
   staleness: ranges.NonNegativeInt = 0,
@@ -103,6 +104,9 @@ def dapo(
     num_minibatches: minibatches of a batch, with an update each.
     num_epochs: passes over each batch, shuffled anew in each.
     expected_rounds: rounds that planners count on; `max_rounds` if None.
+    keep_kv_cache: whether the next round of a step has the keys and values of
+      completions that a round leaves unfinished, and need not read their tokens
+      again. Needs partial rollouts in slots.
     balance_coef: as in `grpo`.
     mask_truncated: likewise.
     staleness: likewise.
@@ -115,11 +119,12 @@ def dapo(
     evaluator: likewise.
 
   Raises:
-    ValueError: for a KL term and a KL penalty at once.
+    ValueError: for a KL term and a KL penalty at once, and for keys and values
+      to keep of rollouts that have none.
   """
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef)
   take_prompts = _take_prompts(max_rounds, group_size)
-  generate = _in_rounds(rollouts(policy, group_size), max_rounds)
+  generate = _in_rounds(rollouts(policy, group_size), max_rounds, keep_kv_cache)
   accept = _accept_stage(group_size)
   rescore = policy_stages.proximal_logp(policy, group_size, staleness, generate)
   measure = _measure(group_size, num_minibatches * num_epochs)
@@ -169,11 +174,12 @@ def dapo(
     behavior, past = train_step.delayed(state.past, _version(state))
     given = behavior, state.verifier, problem, key
     empty = none_accepted(state.carry, problem, key)
-    accepted, carry = fill((empty, state.carry), *given)
+    accepted, carry = fill((empty, generate.keep(state.carry)), *given)
     x = rescore(_version(state), accepted.x)
     info = measure(accepted._replace(x=x), state.actor.step)
     verdict = shape_rewards(accepted.verdict, x.mask)
     actor, learned = update(state, key, empty.x.mask, x, verdict)
+    carry = generate.drop(carry)
     return state._replace(actor=actor, past=past, carry=carry), info | learned
 
   return policy_stages.workflow(
@@ -186,9 +192,18 @@ def _version(state: policy_update.State) -> base.Version:
 
 
 def _in_rounds(
-  generate: policy_stages.Rollouts, rounds: int
+  generate: policy_stages.Rollouts, rounds: int, keep_kv_cache: bool
 ) -> policy_stages.Rollouts:
   """Rollouts that have room for what rounds, not batches, leave unfinished."""
+  if not keep_kv_cache:
+    generate = generate._replace(keep=lambda x: x, drop=lambda x: x)
+  elif generate.keep is None:
+    raise ValueError(
+      'keep_kv_cache is for completions that a round leaves to the next one, '
+      'and these rollouts leave none or cannot keep their keys and values: '
+      'leave keep_kv_cache out, or generate by partial_rollouts with max_carry '
+      'and extra_groups above 0, and by a policy with slots and no engine.'
+    )
   if generate.allocate is None:
     return generate
 

@@ -125,6 +125,7 @@ class Parameters:
 
     The second number is those of layers, and the third those that the backward
     pass gathers again: the embedding and the output layer stay until then.
+    Keys and values of rows stay on the devices of these rows.
     Frozen parameters are gathered as often as they are read: in the forward
     pass alone where no gradient passes them, and never where rows of them are
     looked up. So are all parameters of a stage without gradients.
@@ -138,6 +139,8 @@ class Parameters:
     sizes, known = dict(axes), dict(reads)
     size = layers = again = 0.0
     for value, positions in zip(self.read, self._positions, strict=True):
+      if value.letters[:1] == ('B',) and self._is_lettered(value):
+        continue
       times = 2.0
       if known and positions:
         times = sum(known.get(i, 0.0) for i in positions)

@@ -204,7 +204,7 @@ def _emit(
     Problems with their episodes, and the experience, of finished groups; and
     the others for the next step.
   """
-  done, rest, ended = carried_lib.emit(
+  done, rest, ended, _ = carried_lib.emit(
     groups,
     now,
     step,

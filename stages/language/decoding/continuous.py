@@ -31,7 +31,7 @@ from stages.language.decoding import (
 )
 from stages.language.decoding import generate as static
 from stages.language.decoding import stop_texts as stop_texts_lib
-from stages.language.decoding.slots import slot_cache, slot_rows
+from stages.language.decoding.slots import kept_rows, slot_cache, slot_rows
 from stages.models import transformer
 from stages.models.layers import rope
 
@@ -91,8 +91,9 @@ def resume(
   group_size: int = 1,
   num_started: int = 0,
   should_continue: Callable[[Array], Array] = jnp.any,
+  kept: kept_rows.KeptRows | None = None,
   **settings,
-) -> base.Completions:
+) -> base.Completions | tuple[base.Completions, Callable]:
   """Continues completions until all rows have ended, or enough of them.
 
   For any number of slots and on any mesh, the tokens are those of
@@ -110,10 +111,16 @@ def resume(
     num_started: number of leading rows that may already have tokens.
     should_continue: as in `generate.resume`. It must be false for a part of
       the rows for which it is false.
+    kept: keys and values of the leading rows, where an earlier call with the
+      same parameters kept some. None to read all tokens again.
     **settings: `stop`, `stop_texts`, `sampling` and `greedy`, as in
       `generate.resume`.
+
+  Returns:
+    The completions; with `kept`, also `row_N -> KeptRows`, those of any rows
+    that are unfinished now.
   """
-  order = _order(prompt, group_size)
+  order = kept_rows.sent_home(_order(prompt, group_size), kept)
   run = functools.partial(
     _resume,
     model,
@@ -124,7 +131,12 @@ def resume(
     **settings,
   )
   given = order.dealt((prompt, key_B, completions))
-  return order.restored(_on_each_device(model, params, order, run, given))
+  if kept is None:
+    return order.restored(_on_each_device(model, params, order, run, given))
+  id_B = order.dealt(jnp.arange(key_B.shape[0]))
+  given = *given, kept_rows.dealt(kept, order), id_B
+  end, *keeps = _on_each_device(model, params, order, run, given)
+  return order.restored(end), functools.partial(kept_rows.take, *keeps)
 
 
 def _order(prompt: base.Prompt, group_size: int) -> stopping.Order:
@@ -215,14 +227,20 @@ def _resume(
   prompt: base.Prompt,
   key_B,
   completions: base.Completions,
+  kept: kept_rows.KeptRows | None = None,
+  id_B=None,
   *,
   slots: int,
   num_started: int,
   group_size: int,
   in_place: bool,
   **settings,
-) -> base.Completions:
-  """Continues the rows of one device."""
+) -> base.Completions | tuple[base.Completions, kept_rows.Layers, Array]:
+  """Continues the rows of one device.
+
+  With kept rows and the numbers of all rows, it also returns keys and values of
+  those that it keeps, and their numbers; -1 where it keeps none.
+  """
   split = prefill.split_prompt(prompt, group_size)
   layers, _ = prefill.prompt_layers(model, params, split, False, in_place)
   B, T = completions.mask.shape
@@ -230,30 +248,33 @@ def _resume(
   is_open_B = completions.alive & (length_B < T)
   known = rule.begin(jnp.where(is_open_B, T - length_B, 0))
   queue = slot_rows.Queue(
-    # The first are those that have tokens.
-    jnp.argsort(~is_open_B, stable=True),
+    unfinished.order_of_entry(is_open_B, num_started, kept),
     jnp.where(known.limit > 0, is_open_B.sum(), 0),
   )
   slots = min(max(slots, num_started), B)
   layers, state = slot_rows.empty(
     model.config, layers, split, slots, completions
   )
-  state = state._replace(known=known)
+  room = None if kept is None else kept_rows.buffer(kept, length_B)
+  state = state._replace(known=known, kept=room)
   loop = Loop(model, params, split, key_B, queue, group_size, length_B, rule)
   if num_started:
     count = jnp.minimum(is_open_B[:num_started].sum(), queue.count)
     state = unfinished.into_slots(
       model,
       params,
+      layers,
       split,
       completions,
       queue,
       state,
+      kept,
       count=count,
       most=num_started,
     )
   end = _decode_all(loop, layers, state, **settings)
-  return stopping.cut(end.completions, length_B, end.known.limit)
+  cut = stopping.cut(end.completions, length_B, end.known.limit)
+  return cut if kept is None else (cut, *kept_rows.found(end.kept, id_B))
 
 
 def _decode_all(

@@ -28,19 +28,28 @@ class Order(NamedTuple):
     axes: mesh axes that divide rows.
     devices: number of devices that do.
     part: adjacent rows that stay together.
+    first: indices of the leading rows in the order in which they are dealt;
+      None for the order in which they come.
+    back: the inverse of that order.
   """
 
   axes: tuple[str, ...]
   devices: int
   part: int
+  first: Array | None = None
+  back: Array | None = None
 
   def dealt(self, rows: Any) -> Any:
     """The rows of a tree of arrays, those of the first device first."""
-    return jax.tree.map(lambda x: self._turned(x, -1, self.devices), rows)
+    return jax.tree.map(
+      lambda x: self._turned(_led_by(x, self.first), -1, self.devices), rows
+    )
 
   def restored(self, rows: Any) -> Any:
     """The rows of a tree of arrays that were dealt, in their first order."""
-    return jax.tree.map(lambda x: self._turned(x, self.devices, -1), rows)
+    return jax.tree.map(
+      lambda x: _led_by(self._turned(x, self.devices, -1), self.back), rows
+    )
 
   def _turned(self, x, *shape: int):
     parts = x.reshape(*shape, self.part, *x.shape[1:])
@@ -59,6 +68,13 @@ class Order(NamedTuple):
   def largest(self, x):
     """The largest of the numbers that the devices have."""
     return x if self.devices == 1 else jax.lax.pmax(x, self.axes)
+
+
+def _led_by(x, first):
+  """Puts the leading rows of `x` in the order `first`."""
+  if first is None:
+    return x
+  return jnp.concatenate([x[first], x[len(first) :]])
 
 
 class Stopping(NamedTuple):

@@ -1,11 +1,13 @@
 """Completions that an earlier call has left unfinished."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from stages import base
 from stages.language.decoding import kv_cache, prefill
-from stages.language.decoding.slots import slot_cache, slot_rows
+from stages.language.decoding.slots import kept_rows, slot_cache, slot_rows
 
 # Tokens of rows that are read at once. With more, more rows would be read that
 # have ended, as rows are read in whole chunks.
@@ -97,28 +99,53 @@ def _encoded(model, params, split: prefill.SplitPrompt, completions):
   return cache, mask_BC
 
 
+def order_of_entry(
+  is_open_B, num_started: int, kept: kept_rows.KeptRows | None
+):
+  """Indices of rows in the order in which they enter slots.
+
+  Rows to read again come first, then those that are kept, then new ones.
+  Finished rows are the last.
+
+  Args:
+    is_open_B: whether a row is unfinished.
+    num_started: number of leading rows that may have tokens.
+    kept: keys and values of these, where some are kept.
+  """
+  new_B = jnp.arange(is_open_B.shape[0]) >= num_started
+  rank_B = jnp.where(is_open_B, 2 * new_B, 3)
+  if kept is not None:
+    rank_B = rank_B.at[:num_started].max(1 * kept.is_kept)
+  return jnp.argsort(rank_B, stable=True)
+
+
 def into_slots(
   model,
   params,
+  layers: Sequence,
   split: prefill.SplitPrompt,
   completions: base.Completions,
   queue: slot_rows.Queue,
   state: slot_rows.LoopState,
+  kept: kept_rows.KeptRows | None = None,
   *,
   count,
   most: int,
 ) -> slot_rows.LoopState:
   """The first rows of a queue in the first slots, with what they have read.
 
-  As in `read`. Rows that have ended are not read again.
+  As in `read`. Rows that have ended are not read again, nor are those that are
+  kept, which follow the others.
 
   Args:
     model: the model.
     params: its parameters.
+    layers: as `prefill.prompt_layers` returns them.
     split: the prompts.
     completions: the rows.
-    queue: the rows that enter slots.
+    queue: the rows that enter slots, as `order_of_entry` says.
     state: a loop whose slots are empty.
+    kept: keys and values of the leading rows, where some are kept.
     count: rows that enter.
     most: as many at most, and no more than there are slots.
   """
@@ -156,8 +183,18 @@ def into_slots(
 
     return jax.lax.fori_loop(0, at_once, put, caches)
 
-  chunks = -(-count // at_once)
-  caches = jax.lax.fori_loop(0, chunks, chunk, now.caches)
+  unread = count
+  if kept is not None:
+    is_kept_M = kept.is_kept[jnp.minimum(row_M, most - 1)] & (row_M < most)
+    unread = count - (is_kept_M & enters_M).sum(dtype=jnp.int32)
+  caches = jax.lax.fori_loop(0, -(-unread // at_once), chunk, now.caches)
+  if kept is not None:
+    caches = jax.lax.fori_loop(
+      unread,
+      count,
+      lambda m, x: kept_rows.enter(kept, layers, split, row_M[m], m, x),
+      caches,
+    )
   slots = now._replace(
     row_M=jnp.where(enters_M, row_M, B),
     is_open_M=enters_M,

@@ -25,6 +25,9 @@ class Carried(NamedTuple):
     rows: what was generated so far.
     version: optimizer steps that the parameters had seen which drew each token.
     age: steps since the row was started.
+    kept: keys and values of rows, for calls with the same parameters: a
+      `language.decoding.slots.kept_rows.KeptRows`; `()` where none are kept, as
+      from step to step.
   """
 
   problem: base.Problem
@@ -32,6 +35,7 @@ class Carried(NamedTuple):
   rows: Any
   version: Int[Array, 'B T']
   age: Int[Array, ' B']
+  kept: Any = ()
 
 
 def check(policy: base.Policy, max_carry: int, extra_groups: int):
@@ -138,7 +142,7 @@ def emit(
   open_B,
   group_size: int,
   extra_groups: int,
-) -> tuple[Carried, Carried, Array]:
+) -> tuple[Carried, Carried, Array, Array]:
   """Separates finished groups from the `extra_groups` that are carried.
 
   Args:
@@ -152,7 +156,7 @@ def emit(
 
   Returns:
     The finished groups, as many as a batch has; the others; and the row ids of
-    the former.
+    both.
   """
   groups = groups._replace(
     rows=rows,
@@ -163,7 +167,7 @@ def emit(
   ended, left = split_finished(open_B, group_size, n)
   done = jax.tree.map(lambda x: x[ended], groups)
   rest = jax.tree.map(lambda x: x[left], groups)
-  return done, rest, ended
+  return done, rest, ended, left
 
 
 def split_finished(

@@ -40,7 +40,26 @@ def partial_rollouts(
   def first_carry(problem: base.Problem) -> carried_lib.Carried:
     return allocate(policy, problem, group_size, extra_groups)
 
-  return policy_stages.Rollouts(generate, first_carry if max_carry else None)
+  if not max_carry:
+    return policy_stages.Rollouts(generate)
+  if policy.empty_kept is None:
+    return policy_stages.Rollouts(generate, first_carry)
+  empty_kept = stages.Stage(
+    functools.partial(_empty_kept, policy), 'empty_kept', 'batch'
+  )
+
+  def keep(carried: carried_lib.Carried) -> carried_lib.Carried:
+    return carried._replace(kept=empty_kept(carried.age))
+
+  def drop(carried: carried_lib.Carried) -> carried_lib.Carried:
+    return carried._replace(kept=())
+
+  return policy_stages.Rollouts(generate, first_carry, keep, drop)
+
+
+def _empty_kept(policy: base.Policy, age_B):
+  """Keys and values of none of the carried rows."""
+  return policy.empty_kept(age_B.shape[0])
 
 
 def act(
@@ -115,8 +134,22 @@ def _engine(
     return actor, some(carried, old), *new
 
   static = policy._replace(resume=engine.resume)
+
+  def equivalent(actor: base.Version, carried, problem: base.Problem, key_B):
+    """Reads all rows again, and returns as much as is kept."""
+    problem, x, rest = continue_(
+      static,
+      group_size,
+      max_carry,
+      actor,
+      carried._replace(kept=()),
+      problem,
+      key_B,
+    )
+    return problem, x, rest._replace(kept=carried.kept)
+
   return engine._replace(
-    equivalent=functools.partial(continue_, static, group_size, max_carry),
+    equivalent=equivalent,
     attention=attention,
     continued=extra_groups * group_size,
     rows=rows,
@@ -176,11 +209,13 @@ def continue_(
 
   Returns:
     As many finished groups as `problem` has, the oldest first, and the
-    unfinished groups for the next step.
+    unfinished groups for the next step. If `carried` has a part `kept`, those
+    have one, too.
   """
   rows = carried.age.shape[0]
-  groups = append(carried, problem, key_B)
-  completions = policy.resume(
+  groups = append(carried._replace(kept=()), problem, key_B)
+  kept = {'kept': carried.kept} if carried.kept else {}
+  found = policy.resume(
     actor.params,
     groups.problem.prompt,
     jax.random.wrap_key_data(groups.key, impl=jax.random.key_impl(key_B)),
@@ -191,8 +226,10 @@ def continue_(
     should_continue=carried_lib.should_continue(
       groups.age, group_size, max_carry, rows // group_size
     ),
+    **kept,
   )
-  return emit(group_size, rows // group_size, actor, groups, completions)
+  found = found if kept else (found,)
+  return emit(group_size, rows // group_size, actor, groups, *found)
 
 
 def _host_generate(
@@ -241,6 +278,7 @@ def emit(
   actor: base.Version,
   groups: carried_lib.Carried,
   completions: base.Completions,
+  kept: Callable | None = None,
 ) -> tuple[base.Problem, base.Experience, carried_lib.Carried]:
   """Separates finished groups from the `extra_groups` that are carried.
 
@@ -250,12 +288,13 @@ def emit(
     actor: the parameters that drew the new tokens.
     groups: all groups, as they were before.
     completions: the completions of `groups`, as they are now.
+    kept: `row_N -> kept`, keys and values of rows; None if none are kept.
 
   Returns:
     As `continue_`.
   """
   before_BT = groups.rows.mask
-  done, rest, ended = carried_lib.emit(
+  done, rest, ended, left = carried_lib.emit(
     groups,
     completions,
     actor.step,
@@ -275,4 +314,6 @@ def emit(
     version=done.version,
     arrival=drawn_B[ended],
   )
+  if kept is not None:
+    rest = rest._replace(kept=kept(left))
   return done.problem, x, rest

@@ -8,7 +8,7 @@ from jaxtyping import Array
 
 from stages import base
 from stages.language.decoding import kv_cache, prefill, stopping
-from stages.language.decoding.slots import slot_cache
+from stages.language.decoding.slots import kept_rows, slot_cache
 from stages.models import transformer
 
 
@@ -68,6 +68,7 @@ class LoopState(NamedTuple):
     expert: their experts, [B, T, L, k]; or None.
     known: what is known of when a call stops, if it ends before its rows do;
       else None.
+    kept: keys and values that the call keeps for a later one; None for none.
   """
 
   next_row: Array
@@ -75,6 +76,7 @@ class LoopState(NamedTuple):
   completions: base.Completions
   expert: Array | None = None
   known: stopping.Stopping | None = None
+  kept: kept_rows.Buffer | None = None
 
 
 def empty(
@@ -179,6 +181,9 @@ def replace_ended(
       expert=expert,
     )
 
+  if state.kept is not None:
+    kept, slots = kept_rows.leave(state.kept, state.slots)
+    state = state._replace(slots=slots, kept=kept)
   zero = jnp.zeros((), jnp.int32)
   return jax.lax.while_loop(condition, replace, (zero, state))[1]
 

@@ -195,6 +195,15 @@ WORKFLOWS = {
     num_minibatches=2,
     rollouts=PARTIAL,
   ),
+  'dapo_kept_kv_cache': lambda: workflows.dapo(
+    partial_rollout_test.policy('float64', length=12, slots=7),
+    invariance_test.even,
+    invariance_test.KEEP,
+    group_size=4,
+    max_rounds=2,
+    rollouts=PARTIAL,
+    keep_kv_cache=True,
+  ),
 }
 # Prefixes of the learners of workflows with several.
 LEARNERS = {'conversation_policies': ('one_', 'other_')}
