@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.generation import long_tail
-from rlinf_jax.runtime import micro_batch
+from rlinf_jax.runtime.places import micro_batch
 import stages
 from stages import base
 from stages.language import language_model, policy_stages, rollout_metrics

@@ -15,7 +15,7 @@ import functools
 import threading
 
 from rlinf_jax.engines import vllm_instance, vllm_request, vllm_start
-from rlinf_jax.runtime import lease as lease_lib
+from rlinf_jax.runtime.places import lease as lease_lib
 
 
 class Engine:

@@ -12,8 +12,8 @@ from planner.lower import recovery
 from rlinf_jax.runtime import base, programs
 from rlinf_jax.runtime import interpreter as interpreter_lib
 from rlinf_jax.runtime import mailbox as mailbox_lib
-from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import timeline as timeline_lib
+from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.runtime.step_call import StackFrame, StepCall
 from rlinf_jax.state import frozen_weights, state_files, state_readers
 from sharding import rounding

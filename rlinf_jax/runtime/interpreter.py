@@ -13,8 +13,8 @@ from planner.ir import graph as graph_lib
 from planner.lower import program as program_lib
 from planner.lower import recovery
 from rlinf_jax.runtime import base
-from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import lease as lease_lib
+from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.runtime.step_call import StackFrame, StepCall
 from sharding import multihost, offload
 

@@ -12,8 +12,8 @@ import jax
 from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import calls, executor, programs
-from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import lease as lease_lib
+from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.state import state_readers
 from sharding import rules as rules_lib
 

@@ -12,7 +12,7 @@ import pytest
 
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import mesh, rules
 from stages import workflows
 from stages.learn import optimizers, train_step

@@ -10,7 +10,7 @@ import pytest
 from planner.costs.mesh import call_memory, layout
 from planner.counting import count
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import rules
 from stages import remat, workflows
 from stages.language import language_model

@@ -18,8 +18,8 @@ from planner.lower import passes, rounding
 from planner.search import result as result_lib
 from rlinf_jax.planning.compiled import executable as executable_lib
 from rlinf_jax.planning.compiled import partitioner
-from rlinf_jax.runtime import place as place_lib
 from rlinf_jax.runtime import programs
+from rlinf_jax.runtime.places import place as place_lib
 
 LONGEST_MESSAGE = 400  # Characters of a compiler's message.
 

@@ -22,7 +22,7 @@ from planner.ir import graph as graph_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning.profiling import call_timing, machine_profile
 from rlinf_jax.planning.profiling import profile_store as profile_store_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import rules as rules_lib
 
 SHARE = 0.01  # Of a modeled step: shorter stages are not measured.

@@ -12,7 +12,7 @@ import pytest
 
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_memory, vllm_place
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.system import memory
 from sharding import mesh as mesh_lib
 import stages

@@ -12,7 +12,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax import runtime
 from rlinf_jax.runtime import base, local, mailbox
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.runtime.ray import driver
 import stages
 

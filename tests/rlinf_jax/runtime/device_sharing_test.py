@@ -13,7 +13,7 @@ import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import base, interpreter, local
-from rlinf_jax.runtime import lease as lease_lib
+from rlinf_jax.runtime.places import lease as lease_lib
 from sharding import offload
 import stages
 from stages import workflows

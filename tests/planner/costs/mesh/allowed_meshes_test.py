@@ -18,7 +18,7 @@ from planner.costs.mesh import (
 from planner.counting import count
 from planner.ir import graph
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import mesh as mesh_lib
 from sharding import rules
 from stages import workflows

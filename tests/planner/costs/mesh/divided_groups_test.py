@@ -15,7 +15,7 @@ from planner.ir import plan as plan_lib
 from planner.search import exact
 from planner.search.plans import space as space_lib
 from rlinf_jax.planning.compiled import hlo, matmul_flops
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import rules
 import stages
 from stages import workflows

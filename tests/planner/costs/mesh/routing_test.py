@@ -16,7 +16,7 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import cut
 from rlinf_jax.planning.compiled import executable
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import rules
 from stages import Stage
 from stages.learn import minibatches

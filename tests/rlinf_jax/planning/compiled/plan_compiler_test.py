@@ -16,7 +16,7 @@ from rlinf_jax.planning.compiled import (
   report,
 )
 from rlinf_jax.planning.compiled import topology as topology_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 from sharding import mesh
 
 AXES = (('fsdp', 2), ('tensor', 2))

@@ -8,8 +8,8 @@ from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from planner.lower import program as program_lib
 from rlinf_jax.runtime import base, programs
-from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import lease as lease_lib
+from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.runtime.ray import remote_executor
 from rlinf_jax.runtime.ray.transport import channel
 from sharding import offload

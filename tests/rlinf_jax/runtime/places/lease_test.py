@@ -13,13 +13,13 @@ import time
 import pytest
 
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import lease as lease_lib
+from rlinf_jax.runtime.places import lease as lease_lib
 
-ROOT = pathlib.Path(__file__).parents[3]
+ROOT = pathlib.Path(__file__).parents[4]
 # Acquires and releases a lease some times, and prints when it held it.
 CHILD = """
 import json, sys, time
-from rlinf_jax.runtime import lease
+from rlinf_jax.runtime.places import lease
 folder, name, rank, times, seconds = sys.argv[1:]
 mine, held = lease.Lease(folder, name, int(rank)), []
 print('ready', flush=True)
@@ -144,7 +144,7 @@ def test_a_process_killed_while_it_waits_blocks_no_other(tmp_path):
 def test_a_forked_child_does_not_hold_its_parents_lease(tmp_path):
   code = (
     'import os, sys, time\n'
-    'from rlinf_jax.runtime import lease\n'
+    'from rlinf_jax.runtime.places import lease\n'
     'mine = lease.Lease(sys.argv[1], "parent", 0)\n'
     'mine.acquire()\n'
     'child = os.fork()\n'

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from planner.ir import flow as flow_lib
-from rlinf_jax.runtime import micro_batch
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import micro_batch
+from rlinf_jax.runtime.places import place as place_lib
 import stages
 from stages import metrics
 import tiny

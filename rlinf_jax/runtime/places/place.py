@@ -15,8 +15,8 @@ import numpy as np
 from planner.ir import graph as graph_lib
 from planner.ir import groups
 from planner.ir import plan as plan_lib
-from rlinf_jax.runtime import lease as lease_lib
-from rlinf_jax.runtime import micro_batch as micro_batch_lib
+from rlinf_jax.runtime.places import lease as lease_lib
+from rlinf_jax.runtime.places import micro_batch as micro_batch_lib
 from sharding import mesh as mesh_lib
 from sharding import multihost, offload, streaming
 from sharding import rules as rules_lib

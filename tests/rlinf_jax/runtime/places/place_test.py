@@ -12,7 +12,7 @@ import in_memory
 from planner.ir import flow as flow_lib
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime import base, local
-from rlinf_jax.runtime import place as place_lib
+from rlinf_jax.runtime.places import place as place_lib
 import stages
 
 NAMES = ('act', 'judge', 'learn', 'apply')

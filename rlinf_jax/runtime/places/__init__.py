@@ -1,0 +1,1 @@
+"""Places of a plan: how values lie there, and how stages run on devices."""
