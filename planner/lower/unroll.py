@@ -59,23 +59,25 @@ class _Writer:
       flow: the flow.
       node: one of its nodes.
       known: new ids of its values.
-      starts: new ids of what a round of enclosing loops starts with, which
-        these hold as it is.
+      starts: ids in `flow` of what a round of enclosing loops starts with,
+        which these hold as it is.
     """
     if not node.body:
       rounded = (
-        (known.get(v, v), flow.values[w].dtype) for v, w in node.rounded
+        (known.get(v, v), flow.values[w].dtype)
+        for v, w in node.rounded
+        if v not in starts
       )
-      pairs = tuple(
-        (v, self.round(v, dtype)) for v, dtype in rounded if v not in starts
-      )
+      pairs = tuple((v, self.round(v, dtype)) for v, dtype in rounded)
       node = dataclasses.replace(renamed(node, known), rounded=pairs)
       self.nodes.append(node)
       return
     body, carried = node.body, [start for start, _ in node.body.carry]
     inner = {v: known.get(x, x) for v, x in node.ids_before.items()}
+    # By ids of the body: the same value may also be given as it is.
+    here = {x for x, v in node.ids_before.items() if v in starts}
+    here = frozenset(here.union(carried))
     for _ in range(graph.rounds(node)):
-      here = starts.union(inner[start] for start in carried)
       for made in body.nodes:
         inner |= {v: self.new(body.values[v]) for v in made.writes}
         self.add(body, made, inner, here)

@@ -211,6 +211,20 @@ def test_what_a_loop_carries_elsewhere_may_be_rounded_here():
     assert [*held(known, **where).values()] == ['bfloat16'] * 2
 
 
+def test_what_a_loop_starts_with_may_also_be_given_to_it():
+  def step(params, x):
+    def body(carry, first):
+      params, x = carry
+      x = score(first, x)
+      return (learn(params, x), x), None
+
+    return stages.Repeat(body, 'updates', 2)((params, x), params)
+
+  flow = flow_of(step=step)
+  for known in flow, unroll.unroll(flow):
+    assert [*held(known, score='b').values()] == ['bfloat16'] * 2
+
+
 def looped(params, x):
   def body(x, params):
     return act(params, x), None
