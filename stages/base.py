@@ -233,65 +233,73 @@ class Policy(NamedTuple):
   """A trainable policy as pure functions.
 
   Attributes:
-    init: `key -> params`. Parameters that only the critic has are under the key
-      `CRITIC` of a dict; by it `optimizers.actor_critic` tells them apart.
-      Those under the key `FROZEN` have no gradient, see `train_step`.
+    init: `key -> params`. In a dict of parameters, the key `CRITIC` has those
+      that only the critic uses, by which `optimizers.actor_critic` finds them,
+      and `FROZEN` has those that are not trained, see `train_step`.
     act: `params, obs, keys, *, group_size=1, greedy=False -> Experience`.
       Samples actions, with one key a row. Adjacent rows in groups of
       `group_size` share their observation, so a prompt is encoded once a group.
-      `greedy` takes the most likely action. A language model acts until its
-      rows end; a control policy acts once.
-    evaluate: `params, obs, action, *, group_size=1 -> Evaluation`. With
-      `packed_tokens` it takes a `mask`, too: the actions that are evaluated.
-      With `trains_router` it takes `balance`, and with `replays_routing` the
-      recorded routing, see `language.scoring.scorer`.
+      `greedy` takes the most likely action. A language model acts until all
+      rows have ended; a control policy acts once.
+    evaluate: `params, obs, action, *, group_size=1 -> Evaluation`. It also
+      takes `mask`, the actions to evaluate, if `packed_tokens` is set;
+      `balance`, if `trains_router` is; and the recorded routing, if
+      `replays_routing` is, see `language.scoring.scorer`.
     to_env_action: `action -> env_action`: maps a sampled action into the
       environment's bounds; None where actions are used as they are.
-    value: `params, obs -> value`, the critic alone; None without one. It has
-      one value a step, or one of each action of its chunk.
+    value: `params, obs -> value`, the critic alone; None without a critic. It
+      returns one value a step, or one for each action of a step's chunk.
     out_shapes: `params, obs, keys -> Experience` of shapes. Set where `act`
       runs on an engine outside JAX, which computes log-probabilities in its own
       arithmetic and returns a `Deferred` of its experience; else None.
     resume: `params, obs, keys, completions, *, group_size=1, greedy=False,
       num_started=0, should_continue -> Completions`: continues completions, as
-      does `stages.language.decoding.generate.resume`; None if it cannot. With
-      `out_shapes`, it takes keys or their bits and is a `Deferred`; rows that
-      `should_continue` stops have the tokens drawn by then, or, with
-      `in_background`, are as they were and go on for a later call with them.
-      It then also takes a `temperature` in place of that of `sampling`, as
-      `act` does, and of one row `heard`, called with new tokens and their
-      log-probabilities. Without `out_shapes`, both take `sampling` itself.
-    empty_cache: `rows -> cache`, an empty cache for `resume`, which then takes
-      `cache` and `max_unread` and returns the cache, too; None if it has none,
-      as in slots.
-    empty_kept: `rows -> kept`, in slots: keys and values of no rows, with room
-      for some. Given those of the leading `num_started` rows as `kept`,
-      `resume` reads only the others again, and returns its completions and
-      `row_N -> kept` of those. None if it keeps none.
-    engine: continuous batching, for the cost model; None without it.
+      does `stages.language.decoding.generate.resume`; None if the policy
+      cannot. Without `out_shapes`, `resume` and `act` also take `sampling`.
+      With `out_shapes`, `resume` takes keys or their bits and returns a
+      `Deferred`. Rows that `should_continue` stops then have the tokens drawn
+      so far; with `in_background`, they are returned unchanged, and the engine
+      goes on with them for a later call. With `out_shapes`, `resume` and `act`
+      also take a `temperature`, in place of that of `sampling`, and `resume` of
+      one row takes `heard`, a function that is called with new tokens and their
+      log-probabilities.
+    empty_cache: `rows -> cache`, an empty cache for `resume`, which then also
+      takes `cache` and `max_unread`, and also returns the cache; None if it has
+      none, as in slots.
+    empty_kept: `rows -> kept`, in slots: room for keys and values of `rows`
+      unfinished rows, with none in it. With `kept` of the leading `num_started`
+      rows, `resume` reads again only the rows that are not in it. It then
+      returns completions and `row_N -> kept`, which selects what is kept of
+      some rows for the next call. None if the policy keeps nothing.
+    engine: what the cost model reads of continuous batching; None without it.
     sampling: the distribution that `act` samples from and `evaluate` scores
       under, see `stages.language.sample`; None where there is no choice.
     recompute_logp: whether log-probabilities of `evaluate` and `act` differ by
-      more than float32's rounding, as in bfloat16. Losses then use the former
-      and weigh actions by the ratio, as with `out_shapes`.
-    round_params: `params -> params`, rounded as `evaluate` rounds them before
-      it uses them, and `act` and `resume` where no engine acts; None where they
-      round none. That of a VLA also takes some parts of its parameters.
-    round_for_engine: likewise, as an engine outside JAX rounds them, which
-      `act` and `resume` send them to; None where it rounds none.
+      more than float32's rounding, as in bfloat16. Losses then use those of
+      `evaluate` and weight actions by the ratio of the two probabilities, as
+      with `out_shapes`.
+    round_params: `params -> params`: rounds parameters as `evaluate` does
+      before it uses them, and as `act` and `resume` do where no engine acts;
+      None where they round none. For a VLA, it also takes a dict of some of its
+      parts.
+    round_for_engine: `params -> params`: rounds parameters as an engine outside
+      JAX does, to which `act` and `resume` send them; None where it rounds
+      none.
     packed_tokens: room of a packed row in tokens, see
       `stages.language.scoring.packing`; None without packing.
-    imitation_loss: `params, obs, action, keys, *, train -> loss`, one number a
-      row: what behavior cloning minimizes of demonstrated actions, in units
+    imitation_loss: `params, obs, action, keys, *, train -> loss`: what behavior
+      cloning minimizes, one number a row. Demonstrated actions are on a scale
       where −1 … 1 is the environment's range. With `train`, a policy that
-      augments pictures does. None where it is the negative log-probability.
-    imitation_is_mean: whether that is a mean over the numbers of an action, as
-      in flow matching, rather than their sum.
-    trains_router: whether it trains the router of a mixture of experts.
+      augments pictures does so. None if the loss is the negative
+      log-probability.
+    imitation_is_mean: whether `imitation_loss` is a mean over the numbers of an
+      action, as in flow matching, rather than their sum.
+    trains_router: whether training includes the router of a mixture of experts.
     replays_routing: whether `act` takes `record`, see `routing_replay`.
-    prepare_act: `params -> params`: what `act` computes of its parameters
-      before all else. It also takes the result in their place, so that a loop
-      of many actions computes it once. None where there is nothing.
+    prepare_act: `params -> params`: the part of `act` that depends on the
+      parameters alone, such as adding adapters to weights. `act` also takes the
+      result in place of `params`, so that a loop of many actions computes it
+      once. None where there is no such part.
   """
 
   init: Callable[[Key], Params]
@@ -317,12 +325,12 @@ class Policy(NamedTuple):
 
   @property
   def rounds(self) -> dict[int, Callable[[Params], Params]]:
-    """`Stage.rounds` of a stage in JAX that is given the parameters first."""
+    """`Stage.rounds` of a JAX stage whose first argument is the parameters."""
     return {0: self.round_params} if self.round_params else {}
 
   @property
   def can_take_turns(self) -> bool:
-    """Whether it continues completions that others have added tokens to."""
+    """Whether it continues completions to which an environment adds tokens."""
     is_engine = self.out_shapes is not None
     has_cache = is_engine or self.empty_cache is not None
     return self.resume is not None and has_cache

@@ -37,12 +37,13 @@ HEAD = """# Claims
 
 Every claim, the figure that was last found, and the commands that find it. A
 command that is a test proves its figure: it fails where the claim is wrong.
-`make claims` runs them all, for many hours, goes on where it was stopped, and
-writes this page. `make test` proves a small instance of each claim, but for
-whole learning runs and speed. Tests that were skipped, such as for a library
-that is not installed, are counted beside the figure. "By hand" is what was not
-found by `make claims`, but by the same commands or those of the page named, in
-one or several runs; figures in words such as "one seed" say how many.
+`make claims` runs all commands, for many hours, and writes this page; started
+again, it goes on where it was stopped. `make test` proves a small instance of
+each claim, except those about whole learning runs and about speed. Skipped
+tests, such as those of a library that is not installed, are counted beside the
+figure. "By hand" marks a figure that was not found by `make claims`, but by
+running the commands shown, or those of the page named; words such as "one seed"
+say in how many runs. "See there" refers to that page for the machine.
 
 | claim | figure | found by | commit | date | machine |
 |---|---|---|---|---|---|

@@ -1,11 +1,12 @@
-"""Seconds and errors of attention that sees later keys, on an accelerator.
+"""Milliseconds and errors of attention to all keys, on an accelerator.
 
   python -m experiments.h100.blocks
 
-One call of the published sizes of OpenVLA-OFT, π0 and their vision towers, 8
-rows each, whose instructions have different lengths. Errors are against float32
-with all products in full precision. `run` is 'chunked', or 'cudnn' for the
-call of cuDNN, whether or not `'auto'` would choose it.
+One call for each of the published sizes of OpenVLA-OFT, of π0's prefix and of
+their vision towers, in bfloat16, with 8 rows. In the first two, instructions of
+different lengths are padded. Errors are relative to float32 with all products
+in full precision. `run` is 'chunked' or 'cudnn': cuDNN is called whether or not
+`'auto'` would choose it.
 """
 
 import functools
@@ -20,19 +21,19 @@ from stages import kernels
 from stages.models.layers import attention, cudnn
 
 B = 8
-PROMPT = 48  # Tokens of an instruction at most, padding included.
+PROMPT = 48  # Tokens of an instruction, padding included.
 RUNS = (kernels.CHUNKED, kernels.CUDNN)
 
 
 class Sizes(NamedTuple):
-  """Sizes of an attention, letters as in `stages/base.py`.
+  """Sizes of one call of attention, with letters as in `stages/base.py`.
 
   Attributes:
-    T: tokens, of which the last instruction's may be padding.
+    T: number of queries, and of keys.
     H: heads.
-    K: heads of keys and values.
+    K: key-value heads.
     W: width of a head.
-    is_padded: whether there is an instruction.
+    is_padded: whether an instruction is among the tokens, which has padding.
   """
 
   T: int
@@ -53,7 +54,7 @@ SIZES = {
 
 
 def inputs(size: Sizes):
-  """Queries, keys, values and the key mask; an instruction is after patches."""
+  """Queries, keys, values and the key mask [B, T], for the size of a call."""
   keys = jax.random.split(jax.random.key(0), 4)
   shapes = ((B, size.T, n, size.W) for n in (size.H, size.K, size.K))
   arrays = [
@@ -70,7 +71,10 @@ def inputs(size: Sizes):
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def outputs(q, k, v, is_key_BT, is_padded: bool, run: str, with_gradient: bool):
-  """Attention, zero where the query is padding, and its gradients."""
+  """Attention [B, T, H, W], zero where the query is padding, and its gradients.
+
+  The gradients are those of queries, keys and values, `with_gradient` only.
+  """
 
   def attend(q, k, v):
     if run == kernels.CUDNN:
@@ -89,7 +93,10 @@ def outputs(q, k, v, is_key_BT, is_padded: bool, run: str, with_gradient: bool):
 
 
 def measured(size: Sizes, run: str, arrays, want) -> dict[str, float]:
-  """Milliseconds of a call and its largest error."""
+  """Milliseconds and TFLOP/s of a call, and its largest relative error.
+
+  The error is the largest of those of the output and the three gradients.
+  """
   call = functools.partial(outputs, *arrays, size.is_padded, run)
   found = {
     name: 1e3 * causal.seconds(functools.partial(call, with_gradient))

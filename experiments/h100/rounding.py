@@ -2,11 +2,11 @@
 
   python -m experiments.h100.rounding experiments/compiled/models/qwen2.5-1.5b
 
-A place that only samples or scores is sent weights in bfloat16; stages of other
-places read float32 and round it themselves. Their programs differ, and with
-them perhaps the kernels that a compiler chooses. Prints whether tokens and
-log-probabilities of a random model have the same bits, and the milliseconds of
-both.
+A place that only samples or scores is sent weights in bfloat16; the stages of
+other places are given weights in float32 and round them. The two programs
+differ, and a compiler may choose different kernels for them. Prints whether
+both compute the same bits for tokens and log-probabilities of a random model
+with the sizes in the folder's config.json, and the milliseconds of each.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def parse():
 
 
 def timed(fn, *args):
-  """The result of a call, and its median milliseconds without compilation."""
+  """The result of a call, and its median milliseconds after compilation."""
   found, took = jax.block_until_ready(fn(*args)), []
   for _ in range(ROUNDS):
     start = time.perf_counter()
@@ -51,13 +51,16 @@ def timed(fn, *args):
 
 
 def compare(name: str, fn, wide, narrow, *args):
-  """Prints how `fn` differs between two kinds of parameters.
+  """Prints how the results of `fn` differ between two kinds of parameters.
+
+  The line has the share of numbers that differ and the largest difference, for
+  each array of the results.
 
   Args:
     name: what is computed.
-    fn: `(params, *args) -> arrays`; arrays of numbers with padding as zeros.
+    fn: `(params, *args) -> arrays`, jitted; the arrays are zero on padding.
     wide: parameters in float32.
-    narrow: the same, rounded.
+    narrow: the same parameters, rounded.
     *args: further arguments.
   """
   want, first = timed(fn, wide, *args)

@@ -1,14 +1,15 @@
-"""Arrays that a compiler for GPUs makes in one kernel, as they read the same.
+"""Memory of arrays that XLA for GPUs computes in one kernel.
 
 XLA for GPUs merges elementwise kernels of the same shape that share an operand
 and do not wait for each other. A kernel of several results cannot write any of
-them over what it reads, so that all results lie beside all operands. In the
-backward pass of a feed-forward, three arrays of its width are read, and three
-more are made of them.
+them over its operands, so that all results and all operands are in memory at
+once. In the backward pass of a feed-forward, three arrays of its width are
+read, and three more are made of them.
 
-It rounds a product in a kernel of its own where three others read it rounded,
-as these read fewer bytes so. One of their results then is written over it.
-Products are not written over, as cuBLAS returns them with its workspace.
+Where all readers of a matrix product round it, and there are at least three,
+XLA rounds it once, in a kernel of its own, as the readers then read fewer
+bytes. The result of one reader is then written over the rounded product. It is
+never written over the product itself, which cuBLAS returns with its workspace.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,11 @@ SCALAR = 16  # Bytes: smaller arrays need no kernel of their own.
 
 
 def merge(buffers: Sequence[variables.Buffer]):
-  """Moves results of a merged kernel to when the last operand is there.
+  """Sets when merged kernels make their results: when all operands are there.
 
   Args:
-    buffers: all of a program, in the order in which they are made.
+    buffers: all buffers of a program, in the order in which they are made.
+      `born` and `last` of results are changed in place.
   """
   for kernel in kernels(buffers):
     ready = max(source.born for made in kernel for source in made.sources)
@@ -31,10 +33,11 @@ def merge(buffers: Sequence[variables.Buffer]):
 
 
 def rounded(buffers: Sequence[variables.Buffer]) -> list[variables.Buffer]:
-  """Returns products that are rounded by themselves, for their readers.
+  """Returns new buffers for products that a kernel of their own rounds.
 
   Args:
-    buffers: all of a program, in the order in which they are made.
+    buffers: all buffers of a program, in the order in which they are made. The
+      readers of such a product then have the new buffer among their sources.
   """
   readers, found = {}, []
   for buffer in buffers:
@@ -60,11 +63,11 @@ def rounded(buffers: Sequence[variables.Buffer]) -> list[variables.Buffer]:
 def place(
   some: Sequence[variables.Buffer], buffers: Sequence[variables.Buffer]
 ):
-  """Places rounded products before the first kernels that read them.
+  """Sets when rounded products are made and last read.
 
   Args:
-    some: the products, as `rounded` returns them.
-    buffers: all others, after `merge`.
+    some: the rounded products, as `rounded` returns them.
+    buffers: all other buffers, after `merge`.
   """
   for narrow in some:
     readers = [buffer for buffer in buffers if narrow in buffer.sources]
@@ -81,7 +84,7 @@ def place(
 def kernels(
   buffers: Sequence[variables.Buffer],
 ) -> list[list[variables.Buffer]]:
-  """Returns the results of each kernel that makes several."""
+  """Returns the results of each kernel that has several of them."""
   found = {}
   for buffer in buffers:
     if buffer.size <= SCALAR or not buffer.sources:

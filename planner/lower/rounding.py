@@ -17,7 +17,7 @@ from planner.ir import graph
 from planner.lower import program
 
 Rounded = Mapping[int, int]
-"""The rounded values that a place holds, by the values that they replace."""
+"""For values, by number: the rounded value that a place holds instead."""
 
 
 def held(
@@ -27,22 +27,23 @@ def held(
   carried: Mapping[str, Mapping[int, Any]] | None = None,
   given: Mapping[str, Rounded] | None = None,
 ) -> dict[str, Rounded]:
-  """Returns what each place holds rounded.
+  """Returns which values each place holds rounded.
 
-  It is what the place receives, or carries from step to step, and what all of
-  its stages round to the same type. A value that the place makes itself stays
-  as it is. So does a carried value that others or a checkpoint read from the
-  place, unless all its readers everywhere round it to that type.
+  A place holds a value rounded if it receives the value or carries it from step
+  to step, and if all of its stages round it to the same type. A value that the
+  place makes itself is not rounded. Neither is a carried value that other
+  places or a checkpoint read from the place, unless all readers everywhere
+  round it to that type.
 
   Args:
-    flow: a flow, cut or as recorded.
+    flow: a flow, as recorded or cut into pieces.
     plan: the plan.
     resident: the places that hold each carried value; `program.homes` if None.
-    carried: the types of carried values, as `carried_dtypes` returns them of
-      the flow that decides them: an evaluation holds the state as the step
-      does. Values that are not in it are held as they are. None if this flow
-      decides.
-    given: for a loop's body, what each place holds of its inputs.
+    carried: for an evaluation, the types in which places hold carried values,
+      as `carried_dtypes` returns them for the flow of a step: an evaluation
+      holds the state as the step does. Values that it lacks are not rounded.
+      None if `flow` itself decides the types.
+    given: for a loop's body, which of its inputs each place holds rounded.
   """
   found = {place: {} for place in plan.places}
   if not flow.rounded:
@@ -85,7 +86,7 @@ def in_body(
     flow: the flow with the loop.
     node: the loop.
     plan: the plan.
-    outside: what places hold rounded of that flow.
+    outside: which values of `flow` each place holds rounded.
   """
   body, given = node.body, {}
   for place, here in outside.items():
@@ -101,14 +102,14 @@ def in_body(
 def carried_dtypes(
   flow: graph.Flow, found: Mapping[str, Rounded]
 ) -> dict[str, dict[int, Any]]:
-  """Returns the types of carried values that places hold rounded.
+  """Returns the types of the carried values that places hold rounded.
 
   Args:
     flow: a flow.
-    found: as `held` returns it.
+    found: which of its values each place holds rounded, as `held` returns it.
 
   Returns:
-    By place, the types by number in the carry.
+    For each place, the types by the value's index in `flow.carry`.
   """
   return {
     place: {
@@ -121,11 +122,13 @@ def carried_dtypes(
 
 
 def with_readers(step: graph.Flow, evaluate: graph.Flow) -> graph.Flow:
-  """Returns the flow of a step that knows what evaluations read of its state.
+  """Returns the flow of a step with `read_elsewhere` set by an evaluation.
+
+  That is what the stages of the evaluation read of the state.
 
   Args:
     step: the flow of a step.
-    evaluate: that of an evaluation, which carries the same values.
+    evaluate: the flow of an evaluation, which carries the same values.
   """
   number = {start: i for i, (start, _) in enumerate(evaluate.carry)}
   returned = ((program.SINK, v, None) for v in evaluate.outputs)
@@ -138,10 +141,10 @@ def with_readers(step: graph.Flow, evaluate: graph.Flow) -> graph.Flow:
 
 
 def _all_reads(flow: graph.Flow) -> Iterable[tuple[str, int, Any]]:
-  """Yields the stages of a flow, what they read, and the types they round to.
+  """Yields each stage, value that it reads, and type to which it rounds it.
 
-  The type is None for what they read as it is. Of a loop, the stages of its
-  body count; what it carries is read as it is.
+  The type is None for a value that is read unrounded. In place of a loop, the
+  stages of its body are yielded; they read unrounded what the loop carries.
   """
   for node in flow.nodes:
     if not node.body:
@@ -156,10 +159,11 @@ def _all_reads(flow: graph.Flow) -> Iterable[tuple[str, int, Any]]:
 
 
 def _reads(flow, plan, place: str) -> dict[int, int]:
-  """Returns the values that a place reads, and what all its stages make of it.
+  """Returns the values that a place reads, with the rounded one of each.
 
-  That is the value itself if one of them reads it as it is, or in another type.
-  What moves rows counts at every place.
+  That is the value to which all stages of the place round it, or the value
+  itself if one of them reads it unrounded or if they round it to different
+  types. Nodes that only move rows read their values unrounded at every place.
   """
   found = {}
 
@@ -187,13 +191,13 @@ def _reads(flow, plan, place: str) -> dict[int, int]:
 
 
 def _groups(flow, resident, place: str) -> list[list[int]]:
-  """Returns numbers of the carried values of a place, in connected groups.
+  """Returns the indices of carried values of a place, in connected groups.
 
   Two are connected if the end of one is the start of the other, or if they have
   the same end. So are the older parameters that `staleness` keeps: a step
   makes each of them of the next newer ones.
   """
-  groups = {}  # By a value; its members are all values of the group.
+  groups = {}  # By value: the indices in its group, and the group's values.
   for i, (start, end) in enumerate(flow.carry):
     if place not in resident[start]:
       continue
@@ -206,9 +210,10 @@ def _groups(flow, resident, place: str) -> list[list[int]]:
 
 
 def _dtype(flow, plan, place, resident, group, reads):
-  """Returns the type in which a place holds a group of carried values.
+  """Returns the type to which a place rounds a group of carried values.
 
-  None if it holds them as they are.
+  None if it does not round them. A group is one of `_groups`, and `reads` is
+  what `_reads` returns for the place.
   """
   some = {v for i in group for v in flow.carry[i]}
   types = {

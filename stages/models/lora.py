@@ -2,18 +2,18 @@
 
   y = W x + (α/r) B A x
 
-W is frozen. A [inputs, r] and B [r, outputs] are trained, and B starts at zero,
-so that training starts from the model itself. A matrix is multiplied from the
-right here, x A B; the formula has the paper's order. The parameters of an
-adapted policy are a dict:
+W is frozen. A and B are trained, and B starts at zero, so that training starts
+from the model itself. The formula has the paper's order; in the code, x is
+multiplied from the right, as x A B, with A [inputs, r] and B [r, outputs]. The
+parameters of an adapted policy are a dict:
 
   'adapter': A and B of each matrix, stacked over layers
   base.FROZEN: {'params': the parameters of the model, 'alpha': α}
   base.CRITIC: the parameters of a critic, trained in full, where there is one
 
-Training and scoring compute B (A x) and never W + B A. Sampling adds the
-product to the weights once for each call, because otherwise each token would
-read A and B.
+Training and scoring compute (α/r) B (A x) beside W x, and never the sum
+W + (α/r) B A. Sampling computes this sum once for each call, because otherwise
+each token would read A and B.
 """
 
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from stages.models.files import decoder_names
 from stages.models.layers import mixed_precision
 
 ADAPTER, PARAMS, ALPHA = 'adapter', 'params', 'alpha'
-# Parameters by the letter of a target. A target may also be named as in a
-# checkpoint, such as q_proj.
+# The matrix that each letter of `Lora.targets` stands for. Targets may also be
+# named as in a checkpoint, such as q_proj.
 LETTERS = {
   'q': 'query_DHW',
   'k': 'key_DKW',
@@ -112,13 +112,13 @@ def parameters(targets: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def split(parameter: str) -> tuple[str, str]:
-  """The dimension letters of a matrix: those of inputs, those of outputs."""
+  """The dimension letters of a matrix's inputs, and those of its outputs."""
   letters = parameter.rsplit('_', 1)[1]
   n = decoder_names.NAMES[parameter].inputs
   return letters[:n], letters[n:]
 
 
-# The last dimension of inputs of each matrix.
+# Index of the last input dimension of each matrix of one layer.
 AXES = {p: len(split(p)[0]) - 1 for p in LETTERS.values()}
 
 
@@ -129,14 +129,16 @@ def pair_names(parameter: str) -> tuple[str, str]:
 
 
 def linear(module, parameter: str, equation: str, x, product=jnp.einsum):
-  """Computes W x, plus B A x where `join` has put an adapter beside W.
+  """Computes W x, plus (α/r) B A x where `join` has put an adapter beside W.
+
+  The result is [B, T, outputs], in the dtype that `product` returns.
 
   Args:
     module: a flax module with the matrix as an attribute.
     parameter: name of the matrix.
-    equation: einsum equation of W x.
+    equation: einsum equation of W x, with x first.
     x: the input, [B, T, inputs].
-    product: computes the product, as `jnp.einsum` does.
+    product: computes W x from the equation, x and W, as `jnp.einsum` does.
   """
   scales = quantization.scale_name(parameter)
   if module.has_variable('params', scales):
@@ -159,7 +161,11 @@ def linear(module, parameter: str, equation: str, x, product=jnp.einsum):
 
 
 def shapes(params, settings: Lora) -> dict[str, jax.ShapeDtypeStruct]:
-  """Shapes of A and B by name, for the parameters of a model.
+  """Shapes of A [L, inputs, r] and B [L, r, outputs], by name.
+
+  Args:
+    params: the parameters of a model, without adapters.
+    settings: targets and rank.
 
   Raises:
     ValueError: if the model lacks a target.
@@ -221,7 +227,7 @@ def rank(params) -> int:
 
 
 def pairs(params):
-  """Yields the name, A and α/r · B of each adapted matrix."""
+  """Yields the name, A and (α/r) B of each adapted matrix."""
   adapter, alpha = params[ADAPTER]['layers'], params[base.FROZEN][ALPHA]
   for p in LETTERS.values():
     a, b = pair_names(p)
@@ -238,9 +244,9 @@ def with_layers(params, layers):
 
 
 def join(params):
-  """Parameters of the model with A and B beside the weights, for training.
+  """Parameters of the model with A and (α/r) B beside the weights.
 
-  `block.Block` adds B A x where it finds them.
+  For training and scoring: `block.Block` adds (α/r) B A x where it finds them.
   """
   layers = {}
   for p, *pair in pairs(params):
@@ -251,12 +257,13 @@ def join(params):
 def merge(params):
   """Parameters of the model with W + (α/r) B A in place of W.
 
-  Quantized matrices are expanded.
+  The sum is computed in the dtype of A and B, and rounded to that of W.
+  Quantized matrices are expanded first.
   """
   params = _expanded(params)
   layers, own = {}, params[base.FROZEN][PARAMS]['layers']
-  # A product takes more memory than the sum, which is rounded: that of the
-  # largest matrix is made first, when there are no others.
+  # B A is wider than the rounded sum, and so takes more memory. The largest
+  # matrix comes first, when there are no other sums yet.
   for p, a, b in sorted(pairs(params), key=lambda x: -own[x[0]].size):
     ins, outs = split(p)
     delta = jnp.einsum(f'L{ins}I,LI{outs}->L{ins}{outs}', a, b)

@@ -1,12 +1,13 @@
 """Adapters in the language model of a vision-language-action policy.
 
-Parameters of such a policy are those of `lora`, with frozen parts of the model
-under `base.FROZEN`: towers, projector and language model stay as they are, in
-the types to which the model rounds them (`base.Policy.round_params`). The
-adapters are trained, and in full all other parts: a critic, the heads of
-OpenVLA-OFT, the expert of π0.
+Parameters of such a policy have the form of those of `lora`. The parts of the
+model that are not trained are under `base.FROZEN`: towers, projector and
+language model, in the types to which the model rounds them
+(`base.Policy.round_params`). The adapters are trained. So are all other parts,
+in full: a critic, the heads of OpenVLA-OFT, the expert of π0.
 
-These parts are rounded as in the policy itself. Adapters are not, as in `lora`.
+For sampling and scoring, these other parts are rounded as without adapters.
+Adapters stay in float32, as in `lora`.
 """
 
 from collections.abc import Callable
@@ -26,20 +27,20 @@ def wrap(
   part: str,
   prefix: str | None = None,
 ) -> base.Policy:
-  """A policy whose weights are frozen, with adapters that are trained.
+  """A policy with some parts frozen, one of which gets trained adapters.
 
   Args:
-    policy: whose parameters are those of a model by its parts.
+    policy: a policy whose parameters are a dict of the parts of its model.
     settings: rank, alpha and targets.
     frozen_parts: names of the parts that are frozen.
-    part: that of them which has adapters.
-    prefix: of names of its tensors in files of adapters; None where there are
-      no such files.
+    part: name of the frozen part that gets adapters, the language model.
+    prefix: prefix of the names of that part's tensors in adapter files; None
+      if adapters of this model cannot be read from files.
 
   Raises:
-    CheckpointError: for an adapter to start from that does not fit.
-    ValueError: for one where there are no files of adapters, or for quantized
-      weights, which are not supported.
+    CheckpointError: if `settings.adapter` does not fit the model.
+    ValueError: if `settings.adapter` is given although `prefix` is None, or if
+      weights are to be quantized, which is not supported.
   """
   if settings.adapter and prefix is None:
     raise ValueError(
@@ -59,7 +60,7 @@ def wrap(
 
   def init(key):
     params = dict(policy.init(key))
-    # Rounding does not change the model, and nothing is added to the weights.
+    # The model rounds these weights anyway, and no update is added to them.
     frozen = policy.round_params({k: params.pop(k) for k in frozen_parts})
     if start:
       adapter = start(frozen[part])
@@ -85,7 +86,7 @@ def wrap(
 
 
 def of_part(params, *, part: str):
-  """Parameters of the part with adapters, as those of `lora` alone."""
+  """Parameters of the part with adapters alone, in the form of `lora`'s."""
   frozen = params[base.FROZEN]
   own = {
     lora.PARAMS: frozen[lora.PARAMS][part],
@@ -95,14 +96,14 @@ def of_part(params, *, part: str):
 
 
 def merge(params, *, part: str):
-  """Parameters of the model with the adapters added to its weights."""
+  """Parameters of the model by part, with adapters added to the weights."""
   return _whole(lora.merge, params, part=part)
 
 
 def merge_if_adapted(params, *, part: str):
-  """The whole model, as `merge`; the given parameters if nothing is adapted.
+  """Returns `merge` of `params`, or `params` themselves without adapters.
 
-  They may be in files, from which each array is read when it is used.
+  The arrays of `params` may be in files; each is read when it is used.
   """
   if not lora.is_adapted(params):
     return params
@@ -110,7 +111,7 @@ def merge_if_adapted(params, *, part: str):
 
 
 def _whole(prepare: Callable, params, *, part: str):
-  """The parts of the model, with the language model that `prepare` makes."""
+  """Parameters of the model by part; those of `part` are made by `prepare`."""
   parts, adapted = params[base.FROZEN][lora.PARAMS], of_part(params, part=part)
   trained = {
     k: x for k, x in params.items() if k not in (lora.ADAPTER, base.FROZEN)

@@ -1,8 +1,9 @@
 """Attention with grouped queries, soft caps and sliding windows.
 
-All scores [B, H, T, C] of a long sequence are never in memory: on TPUs and GPUs
-a kernel computes them where its mask allows it, and elsewhere they are computed
-for some queries at a time.
+For long sequences, the scores [B, H, T, C] of `attention` are never all in
+memory: on TPUs and GPUs a kernel computes them where it can (`_obstacle`), and
+elsewhere they are computed for some queries at a time. `bidirectional`, for the
+short sequences of pictures, has all scores in memory where it has no kernel.
 """
 
 import dataclasses
@@ -19,9 +20,9 @@ from stages.models.layers import cudnn, mixed_precision, splash
 
 # Scores on a device at once: 2^26 are 256 MiB in float32.
 MAX_LIVE_SCORES = 2**26
-# Keys from which on a kernel is worth its padding.
+# The fewest keys for which a kernel is worth its padding.
 SHORTEST = 128
-# Its operations carry this name in compiled programs.
+# Operations of attention carry this name in compiled programs.
 SCOPE = 'attention'
 
 
@@ -41,9 +42,10 @@ class Segment(NamedTuple):
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Causal:
-  """The last of C keys is that of the last of T queries.
+  """Each query attends to the keys up to its own.
 
-  Query t attends to the keys up to number t + C − T.
+  The last of C keys is that of the last of T queries, so query t attends to the
+  keys up to number t + C − T.
   """
 
 
@@ -54,7 +56,7 @@ class Bidirectional:
 
 
 class Blocks(NamedTuple):
-  """Each query attends to all keys of its block and of those before it.
+  """Each query attends to all keys of its block and of the blocks before it.
 
   Attributes:
     query_BT: number of each query's block.
@@ -71,15 +73,15 @@ class Mask(NamedTuple):
   The result of a query whose own key is padding is arbitrary.
 
   Attributes:
-    key_BC: true on tokens, false on padding.
-    order: which keys come too late for a query. Its type is known as a model is
-      traced, so that a kernel can be chosen by it.
+    key_BC: true on keys of tokens, false on padding.
+    order: how far a query attends to later keys. Its type is known while a
+      model is traced, so that a kernel can be chosen by it.
     window: number of latest tokens that a query attends to, itself included;
       None for all.
     position_BT: positions of the queries, if there is a window.
-    position_BC: those of the keys.
-    segment_BT: what the queries belong to, if rows are packed.
-    segment_BC: what the keys belong to.
+    position_BC: positions of the keys, if there is a window.
+    segment_BT: group and completion of the queries, if rows are packed.
+    segment_BC: group and completion of the keys, if rows are packed.
   """
 
   key_BC: Array
@@ -91,7 +93,13 @@ class Mask(NamedTuple):
   segment_BC: Segment | None = None
 
   def dense(self, T: int, start=0, length: int | None = None):
-    """The mask [B, length, C] of queries from `start` on, of T in all."""
+    """The mask [B, length, C] of the queries from `start` on, of T in all.
+
+    Args:
+      T: number of all queries.
+      start: number of the first query.
+      length: number of queries; None for all T.
+    """
     length = T if length is None else length
     C = self.key_BC.shape[1]
 

@@ -1,9 +1,10 @@
 """cuDNN's attention, by `jax.nn`, in the layouts of this project.
 
-It knows rows with padding behind their tokens, so tokens are moved before the
-padding. Its causal masks have equally many queries and keys, so completions get
-queries for the keys of their prompts, too. Elsewhere than on a GPU, XLA
-computes the same call, with all scores in memory: tests do so.
+cuDNN expects the padding of a row behind its tokens, so tokens are moved before
+the padding. Its causal mask needs as many queries as keys. So where keys of a
+prompt come before those of the queries, as in completions, zeros are added as
+queries in front. Elsewhere than on a GPU, XLA computes the same call, with all
+scores in memory: tests do so.
 """
 
 import functools
@@ -15,14 +16,17 @@ from sharding import mesh as mesh_lib
 from sharding import row_map
 
 PLATFORM = 'gpu'
-MULTIPLE = 8  # Of lengths: odd ones have no gradient.
-WIDEST = 128  # Of a head, on all GPUs.
+MULTIPLE = 8  # Lengths are padded to a multiple; odd ones have no gradient.
+WIDEST = 128  # Largest width of a head that it computes on every GPU.
 
 
 def obstacle(
   q_BTHW, k_BCKW, softcap: float | None, *, is_causal: bool
 ) -> str | None:
-  """Why cuDNN cannot compute attention of such queries and keys."""
+  """Why cuDNN cannot compute attention of such arrays; None if it can.
+
+  The dtype and the width of heads matter on GPUs only.
+  """
   (_, T, _, W), C = q_BTHW.shape, k_BCKW.shape[1]
   if softcap is not None:
     return 'scores have a soft cap'
@@ -64,11 +68,11 @@ def attention(
     q_BTHW: queries.
     k_BCKW: keys.
     v_BCKW: values.
-    is_key_BC: true on tokens, false on padding; None if all are tokens and
-      attention is not causal.
-    is_causal: whether a query attends to keys up to its own, where the last of
-      C keys is that of the last of T queries, and not to all keys. The result
-      is arbitrary where its own is padding.
+    is_key_BC: true on tokens, false on padding. It may be None if attention is
+      not causal and all keys are tokens.
+    is_causal: if true, a query attends to the keys up to its own, where the
+      last of C keys is that of the last of T queries, and its result is
+      arbitrary if its own key is padding. If false, it attends to all keys.
     scale: factor of the scores; 1/√W if None.
   """
   is_gpu = mesh_lib.platform() == PLATFORM
@@ -130,9 +134,9 @@ def _bidirectional(q_BTHW, k_BCKW, v_BCKW, is_key_BC, *, attend):
 
 
 def _tokens_first(is_key_BC):
-  """The order with tokens before padding, its inverse, and tokens of a row.
+  """The order with tokens before padding, its inverse, and tokens per row.
 
-  Of padding alone, one counts: an empty softmax has no gradient.
+  A row of padding alone has one token: an empty softmax has no gradient.
   """
   order_BC = jnp.argsort(~is_key_BC, axis=1, stable=True)
   place_BC = jnp.argsort(order_BC, axis=1)
@@ -142,7 +146,7 @@ def _tokens_first(is_key_BC):
 
 @jax.custom_vjp
 def _permuted(x_BCHW, order_BC, place_BC):
-  """Positions in another order, of which `place_BC` is the inverse.
+  """Position `order_BC[b, c]` of `x_BCHW` at c; `place_BC` is the inverse.
 
   The gradient is a permutation, too. That of a gather would be a scatter.
   """

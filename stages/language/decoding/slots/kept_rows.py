@@ -1,10 +1,11 @@
 """Keys and values of unfinished rows, kept from one call to the next.
 
 With the same parameters, a later call that continues the rows need not read
-their tokens again. Most rows of a call end in it, and which do not is known at
-its end only. So a call keeps as many rows as it may leave unfinished: of those
-that have left their slots, the ones with the most new tokens. All rows that a
-call cuts have more of them than the others, see `stopping`.
+their tokens again. Most rows of a call end in it, and only at the end of the
+call is it known which do not. So a call keeps as many rows as it may leave
+unfinished: of the rows that have left their slots, those with the most new
+tokens. The unfinished rows are among them, as they have more new tokens than
+all others, see `stopping`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from stages.language.decoding import kv_cache, prefill, stopping
 from stages.language.decoding.slots import slot_cache
 from stages.models import transformer
 
-# The letters lay caches out on a mesh.
+# Its dimension letters say how a mesh divides the caches.
 _NAME = 'cache_BKTW'
 Layers = dict[str, tuple[kv_cache.LayerCache, ...]]
 
@@ -27,13 +28,13 @@ class KeptRows(NamedTuple):
   """Keys and values of unfinished rows.
 
   Column 0 belongs to the last token of the prompt, and column t to token t − 1
-  of the completion. Those of the rest of the prompt are not kept, as prompts
-  are read in each call.
+  of the completion. Keys and values of the prompt's other tokens are not kept,
+  as each call reads the prompts.
 
   Attributes:
     layers: keys and values by layer, [B, K, T, W], in any order of rows;
       arbitrary beyond the tokens of a row.
-    at: number of each row there; -1 where it is not kept.
+    at: index of each row in `layers`; -1 where the row is not kept.
   """
 
   layers: Layers
@@ -48,11 +49,12 @@ class Buffer(NamedTuple):
   """Rows that a call keeps.
 
   Attributes:
-    layers: as in `KeptRows`, of R rows.
-    row_R: indices of the rows; B, the number of rows, where there is none.
-    rank_R: new tokens of the rows, and more than any number of them for a row
-      that has not ended; 0 where there is none.
-    before_B: tokens that all rows had before the call.
+    layers: keys and values as in `KeptRows`, with room for R rows.
+    row_R: indices of the kept rows among the B rows of the device; B where
+      there is no row.
+    rank_R: number of new tokens of each kept row that has ended; T + 1 for a
+      row that has not ended; 0 where there is no row.
+    before_B: number of tokens of each row before the call.
   """
 
   layers: Layers
@@ -62,17 +64,17 @@ class Buffer(NamedTuple):
 
 
 def empty(config: transformer.Config, rows: int, length: int) -> KeptRows:
-  """Room for `rows` completions of `length` tokens, of which none is kept."""
+  """Room for `rows` completions of `length` tokens, with no row kept yet."""
   layers = {_NAME: kv_cache.empty(config, rows, length)}
   return KeptRows(layers, jnp.full(rows, -1, jnp.int32))
 
 
 def buffer(kept: KeptRows, before_B) -> Buffer:
-  """An empty buffer in place of rows that an earlier call has kept.
+  """An empty buffer in the memory of rows that an earlier call has kept.
 
   Args:
-    kept: these rows, of one device.
-    before_B: tokens that all rows had before the call.
+    kept: the rows that the earlier call has kept on this device.
+    before_B: number of tokens of each row before the call.
   """
   R = jax.tree.leaves(kept.layers)[0].shape[0]
   none_R = jnp.zeros(R, jnp.int32)
@@ -80,21 +82,21 @@ def buffer(kept: KeptRows, before_B) -> Buffer:
 
 
 def sent_home(order: stopping.Order, kept: KeptRows | None) -> stopping.Order:
-  """The order in which devices get the rows that they have kept themselves.
+  """The order that gives each device the rows that it has kept itself.
 
-  Keys and values are never sent to another device. A device gets as many of the
-  leading rows as the others, even if it has kept more, and the rest of those is
-  read again.
+  Keys and values are never sent to another device. All devices get equally many
+  of the leading rows. So of the rows of a device that has kept more, some go to
+  other devices, which read them again.
 
   Args:
-    order: the order of a call.
-    kept: its leading rows; None if none are kept.
+    order: the order of the call without kept rows.
+    kept: what is kept of the leading rows of the call; None if nothing is.
   """
   if kept is None or order.devices == 1:
     return order
   at_NG = kept.at.reshape(-1, order.part)
   N = at_NG.shape[0]
-  # Rows of a part were on one device.
+  # All rows of a part were on the same device.
   home_N = jnp.where(at_NG.max(1) < 0, -1, at_NG.max(1) // _share(kept, order))
   is_same_NN = (home_N[:, None] == home_N[None]) & (home_N >= 0)[None]
   before_N = jnp.tril(is_same_NN, -1).sum(1)
@@ -114,14 +116,15 @@ def sent_home(order: stopping.Order, kept: KeptRows | None) -> stopping.Order:
 
 
 def _share(kept: KeptRows, order: stopping.Order) -> int:
-  """Rows that a device keeps."""
+  """Number of rows that each device has room to keep."""
   return -(-kept.at.shape[0] // order.devices)
 
 
 def dealt(kept: KeptRows, order: stopping.Order) -> KeptRows:
   """Kept rows as `order` deals them, those of the first device first.
 
-  A device has the numbers of its rows among those that it keeps itself.
+  In the result, `at` is the index of a row within the rows that its device has
+  kept; -1 where it is not kept, or kept on another device.
   """
   if order.devices == 1:
     return kept
@@ -140,14 +143,16 @@ def dealt(kept: KeptRows, order: stopping.Order) -> KeptRows:
 
 
 def leave(buffer: Buffer, slots):
-  """Copies the rows that are done and rank higher than others to the buffer.
+  """Copies rows that are done to the buffer, in place of lower-ranked ones.
+
+  Ranks are those of `Buffer.rank_R`.
 
   Args:
     buffer: the rows that are kept so far.
-    slots: a `slot_rows.Slots`, whose rows are still in their slots.
+    slots: a `slot_rows.Slots`; rows that are done are still in their slots.
 
   Returns:
-    The buffer and the slots.
+    The new buffer, and the slots with the same values.
   """
   before_B, row_M, T = buffer.before_B, slots.row_M, slots.action_MT.shape[1]
   B = before_B.shape[0]
@@ -177,8 +182,9 @@ def leave(buffer: Buffer, slots):
     return Buffer(layers, *rows, before_B), rank_M.at[m].set(0)
 
   buffer, rank_M = jax.lax.while_loop(has_higher, replace, (buffer, rank_M))
-  # No rank exceeds the highest. But rows that enter slots wait for this loop,
-  # or XLA would copy all caches before it writes to them.
+  # No rank exceeds the highest, so this changes nothing. But it makes rows that
+  # enter slots wait for the loop; else XLA would copy all caches before it
+  # writes to them.
   is_open_M = slots.is_open_M | (rank_M > highest)
   return buffer, slots._replace(is_open_M=is_open_M)
 
@@ -191,15 +197,16 @@ def enter(
   m,
   caches: tuple[kv_cache.LayerCache, ...],
 ) -> tuple[kv_cache.LayerCache, ...]:
-  """The caches of slots, with a kept row in slot `m`, after its prompt.
+  """The caches of slots, with a prompt and its kept row written to slot `m`.
 
   Args:
     kept: the rows that are kept.
-    layers: as `prefill.prompt_layers` returns them.
+    layers: by layer, its parameters and the keys and values of the prompts, as
+      `prefill.prompt_layers` returns them.
     split: the prompts.
-    row: index of the row.
+    row: index of the row, which must be kept.
     m: number of the slot.
-    caches: those of all slots.
+    caches: the caches of all slots, by layer.
   """
   n = row // (split.token_B.shape[0] // split.mask_NP.shape[0])
   tokens = split.mask_NP[n].sum(dtype=m.dtype)
@@ -217,14 +224,15 @@ def enter(
 
 
 def found(buffer: Buffer, id_B) -> tuple[Layers, Array]:
-  """The rows that a device has kept in the end, and their numbers.
+  """The rows that a device has kept at the end of a call, and their numbers.
 
   Args:
     buffer: the rows that are kept.
-    id_B: numbers of all rows, from 0 on.
+    id_B: number of each row of the device among the rows of all devices.
 
   Returns:
-    The layers, and the number of each row; -1 where there is none.
+    The keys and values by layer, and the number of each of their rows among the
+    rows of all devices; -1 where there is no row.
   """
   B = id_B.shape[0]
   id_R = id_B[jnp.minimum(buffer.row_R, B - 1)]
@@ -232,11 +240,12 @@ def found(buffer: Buffer, id_B) -> tuple[Layers, Array]:
 
 
 def take(layers: Layers, id_R, row_N) -> KeptRows:
-  """Some rows of a call, of which not all need be kept.
+  """Selects what is kept of some rows of a call; not all need be kept.
 
   Args:
-    layers: those that all devices have kept.
-    id_R: numbers of these rows.
+    layers: keys and values by layer that all devices have kept, as `found`
+      returns them.
+    id_R: numbers of the rows in `layers`.
     row_N: numbers of the rows to take.
   """
   is_it_NR = row_N[:, None] == id_R[None]
