@@ -106,7 +106,7 @@ def dapo(
     expected_rounds: rounds that planners count on; `max_rounds` if None.
     keep_kv_cache: whether the next round of a step has the keys and values of
       completions that a round leaves unfinished, and need not read their tokens
-      again. Needs partial rollouts in slots.
+      again. Needs partial rollouts in slots, and several rounds.
     balance_coef: as in `grpo`.
     mask_truncated: likewise.
     staleness: likewise.
@@ -120,7 +120,7 @@ def dapo(
 
   Raises:
     ValueError: for a KL term and a KL penalty at once, and for keys and values
-      to keep of rollouts that have none.
+      to keep of rollouts that have none, or of a single round.
   """
   has_kl = loss_terms.needs_reference(kl_coef, kl_reward_coef)
   take_prompts = _take_prompts(max_rounds, group_size)
@@ -203,6 +203,12 @@ def _in_rounds(
       'and these rollouts leave none or cannot keep their keys and values: '
       'leave keep_kv_cache out, or generate by partial_rollouts with max_carry '
       'and extra_groups above 0, and by a policy with slots and no engine.'
+    )
+  elif rounds == 1:
+    raise ValueError(
+      'keep_kv_cache is for the rounds after the first one of a step, and with '
+      'max_rounds=1 there are none: leave keep_kv_cache out, or raise '
+      'max_rounds.'
     )
   if generate.allocate is None:
     return generate

@@ -80,15 +80,16 @@ def test_rounds_with_kept_keys_and_values_sample_the_same(monkeypatch):
 
 
 UNKEPT = {
-  'no slots': (None, CARRIES),
-  'nothing is carried': (7, partial_rollout.partial_rollouts),
-  'whole completions': (7, policy_stages.complete),
+  'no slots': (None, CARRIES, 2),
+  'nothing is carried': (7, partial_rollout.partial_rollouts, 2),
+  'whole completions': (7, policy_stages.complete, 2),
+  'no next round in a step': (7, CARRIES, 1),
 }
 
 
 @pytest.mark.parametrize('name', UNKEPT)
 def test_keys_and_values_that_no_round_leaves_are_refused(name):
-  slots, rollouts = UNKEPT[name]
+  slots, rollouts, max_rounds = UNKEPT[name]
   if name == 'nothing is carried':
     rollouts = functools.partial(rollouts, max_carry=0, extra_groups=0)
   with pytest.raises(ValueError, match='leave keep_kv_cache out'):
@@ -97,7 +98,7 @@ def test_keys_and_values_that_no_round_leaves_are_refused(name):
       tiny.even,
       optax.sgd(0.0),
       group_size=GROUP,
-      max_rounds=2,
+      max_rounds=max_rounds,
       rollouts=rollouts,
       keep_kv_cache=True,
     )

@@ -3,9 +3,10 @@
 With the same parameters, a later call that continues the rows need not read
 their tokens again. Most rows of a call end in it, and only at the end of the
 call is it known which do not. So a call keeps as many rows as it may leave
-unfinished: of the rows that have left their slots, those with the most new
-tokens. The unfinished rows are among them, as they have more new tokens than
-all others, see `stopping`.
+unfinished: of the rows that have left their slots, first those that have not
+ended, then those with the most new tokens. The unfinished rows are among them:
+one that has ended and is cut has more new tokens than all rows that stay ended,
+see `stopping`.
 """
 
 from collections.abc import Sequence
