@@ -107,8 +107,10 @@ class Mask(NamedTuple):
       return jax.lax.dynamic_slice_in_dim(x_BT, start, length, axis=1)
 
     match self.order:
-      case Blocks(query_BT, key_BC):
-        mask_BtC = key_BC[:, None] <= queries(query_BT)[:, :, None]
+      case Blocks() as blocks:
+        # More queries than T, if the last chunk of them is padded.
+        block_Bt = queries(blocks.query_BT)
+        mask_BtC = blocks.key_BC[:, None] <= block_Bt[:, :, None]
       case Causal():
         last_t = start + jnp.arange(length) + C - T
         mask_BtC = (jnp.arange(C)[None] <= last_t[:, None])[None]

@@ -97,25 +97,44 @@ def test_a_sender_that_ends_in_the_middle_is_said(server):
     offers.pull(ticket, len(SECRET))
 
 
-def test_silent_connections_push_no_receiver_out_and_are_closed(monkeypatch):
-  monkeypatch.setattr(offers, 'PATIENCE', 1.0)
+def ended(number):
+  """Whether no more than a number of threads are left, within ten seconds."""
+  end = time.monotonic() + 10
+  while threading.active_count() > number and time.monotonic() < end:
+    time.sleep(0.05)
+  return threading.active_count() <= number
+
+
+def silent(server, number, stack):
+  """Opens connections that present nothing."""
+  address = HOST, server.port
+  return [
+    stack.enter_context(socket.create_connection(address))
+    for _ in range(number)
+  ]
+
+
+def test_silent_connections_push_no_receiver_out(monkeypatch):
+  monkeypatch.setattr(offers, 'PATIENCE', 60.0)
   server, before = offers.Server(HOST), threading.active_count()
   with contextlib.ExitStack() as stack:
-    silent = [
-      stack.enter_context(socket.create_connection((HOST, server.port)))
-      for _ in range(4 * offers.STRANGERS)
-    ]
+    silent(server, 4 * offers.STRANGERS, stack)
     ticket = offer(server)
     assert pulled(ticket)
-    assert threading.active_count() <= before + offers.STRANGERS + 1
-    for one in silent:
+    # Each that is pushed out has woken its thread, which then ends.
+    assert ended(before + offers.STRANGERS + 1)
+  assert ended(before)
+
+
+def test_silent_connections_are_closed(monkeypatch):
+  monkeypatch.setattr(offers, 'PATIENCE', 0.2)
+  server, before = offers.Server(HOST), threading.active_count()
+  with contextlib.ExitStack() as stack:
+    for one in silent(server, 4, stack):
       one.settimeout(10)
       with contextlib.suppress(ConnectionResetError):
         assert one.recv(1) == b''
-  end = time.monotonic() + 10
-  while threading.active_count() > before and time.monotonic() < end:
-    time.sleep(0.05)
-  assert threading.active_count() <= before
+    assert ended(before)
 
 
 def test_a_server_that_is_refused_a_thread_goes_on(server, monkeypatch):
