@@ -92,7 +92,7 @@ def padding(args, config, x: base.Experience) -> dict[str, dict[str, float]]:
     config, response_length=args.length, packed_tokens=args.packed
   )
   shares = {
-    'padded': rollout_metrics.padding(x, args.group_size),
+    'padded': rollout_metrics.padding(x.obs.mask, x.mask, args.group_size),
     'packed': rollout_metrics.packed_padding(policy, args.group_size)(
       [(x, ())]
     )['rollout/padding'],
