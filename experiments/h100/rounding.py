@@ -106,9 +106,9 @@ def main():
 
     name = f'tokens and log-probabilities, {slots or "no"} slots'
     compare(name, sample, wide, narrow, prompt, key_B)
-  drawn = jax.jit(functools.partial(make().act, group_size=args.group_size))(
-    wide, prompt, key_B
-  )
+  policy = make()
+  act = functools.partial(policy.act, group_size=args.group_size)
+  drawn = jax.jit(act)(wide, prompt, key_B)
 
   @jax.jit
   def score(params, x):

@@ -248,17 +248,18 @@ def _reader(flow: graph.Flow, parts, value: int, place: str) -> str | None:
 
   That may be in the next step, where it is the start of a carried value.
   """
-  carried = (start for start, end in flow.carry if end == value)
-  for v in (value, *carried):
+  pending = [value]
+  for v in pending:
+    made = []
     for i in flow.readers.get(v, ()):
       node = flow.nodes[i]
       if place not in parts[i]:
         continue
       if not graph.is_plumbing(node):
         return node.name
-      after = (_reader(flow, parts, w, place) for w in node.writes)
-      if (found := next(filter(None, after), None)) is not None:
-        return found
+      made += node.writes
+    made += [start for start, end in flow.carry if end == v]
+    pending += [w for w in made if w not in pending]
   return None
 
 
