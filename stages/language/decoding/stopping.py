@@ -30,7 +30,8 @@ class Order(NamedTuple):
     part: adjacent rows that stay together.
     first: indices of the leading rows in the order in which they are dealt;
       None for the order in which they come.
-    back: the inverse of that order.
+    back: the inverse of that order. It is made before rows are divided, as each
+      device needs it for its part of them.
   """
 
   axes: tuple[str, ...]
