@@ -1,11 +1,12 @@
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from planner.explain import overview, report_text
 from planner.ir import flow as flow_lib
-from planner.ir import plan
+from planner.ir import graph, plan
 from planner.lower import passes
 from planner.simulation import evaluate_plan, simulate
 import stages
@@ -170,3 +171,11 @@ def test_stages_with_one_initial_get_different_letters():
   for node in flow.nodes:
     node.stage.name = next(names)
   assert overview.letters(flow) == {'generate': 'g', 'gradient': 'r', 'gg': 'a'}
+
+
+def test_a_carried_value_that_is_only_moved_has_no_reader():
+  """A step makes it of itself, so the next step is no end of the search."""
+  array = graph.Value('x', (2,), np.dtype('float32'), ('D',))
+  move = graph.Node(graph.Plumbing('split', None), (0,), (1,))
+  flow = graph.Flow((move,), (array, array), (), (), ((0, 1),))
+  assert overview._reader(flow, {0: ('a',)}, 1, 'a') is None
