@@ -168,12 +168,9 @@ class Libero:
     """Builds the scene and reads its initial states."""
     import libero.libero as package
     from libero.libero import envs
-    import torch
 
     root = pathlib.Path(package.__file__).parent
-    states = root / 'init_files' / suite / f'{name}.pruned_init'
-    # LIBERO's own pickles, of NumPy arrays.
-    self._states = torch.load(states, weights_only=False)
+    self._states = libero_files.initial_states(suite, name)
     self._env = envs.env_wrapper.ControlEnv(
       str(root / 'bddl_files' / suite / f'{name}.bddl'),
       use_camera_obs=bool(view.cameras),

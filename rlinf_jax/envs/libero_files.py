@@ -1,13 +1,26 @@
-"""The installed package of LIBERO: its tasks, their texts, and meshes."""
+"""The installed package of LIBERO: its tasks, initial states, and meshes.
 
+They are read without `libero.libero.benchmark`, which imports torch: that takes
+each worker process over a CPU-second and 200 MB.
+"""
+
+import functools
 import importlib.util
 import os
 import pathlib
+import pickle
+import re
+import runpy
 import tempfile
+import zipfile
+
+import numpy as np
 
 from rlinf_jax.envs import simulator
 
 ASSETS = 'LIBERO_ASSETS'  # Environment variable: the folder of meshes.
+# Prefix of a task's name in LIBERO-100, such as 'KITCHEN_SCENE3_'.
+SCENE = re.compile(r'^[A-Z_]+SCENE\d+_')
 
 
 def tasks(suite: str) -> list[str]:
@@ -26,18 +39,40 @@ def tasks(suite: str) -> list[str]:
     )
   try:
     package = _imported()
-    from libero.libero.benchmark import libero_suite_task_map as suites
   except ImportError as error:
     raise simulator.UnavailableError(
       f'LIBERO is installed without what it needs ({error}): pip install '
       '"rlinf-jax[libero]".'
     ) from None
-  package._assets_path_cache = str(_assets(pathlib.Path(package.__file__)))
-  if suite not in suites.libero_task_map:
+  root = pathlib.Path(package.__file__).parent
+  package._assets_path_cache = str(_assets(root))
+  suites = _suites(root)
+  if suite not in suites:
     raise simulator.UnavailableError(
-      f'LIBERO has no suite {suite!r}, but {", ".join(suites.libero_task_map)}.'
+      f'LIBERO has no suite {suite!r}, but {", ".join(suites)}.'
     )
-  return suites.libero_task_map[suite]
+  return suites[suite]
+
+
+@functools.cache
+def _suites(root: pathlib.Path) -> dict[str, list[str]]:
+  """Task names of each suite."""
+  file = root / 'benchmark' / 'libero_suite_task_map.py'
+  return runpy.run_path(str(file))['libero_task_map']
+
+
+def initial_states(suite: str, name: str) -> np.ndarray:
+  """Initial states of a task, one a row.
+
+  The package has them as `torch.save` writes a NumPy array: a pickle in an
+  archive.
+  """
+  import libero.libero as package
+
+  root = pathlib.Path(package.__file__).parent
+  file = root / 'init_files' / suite / f'{name}.pruned_init'
+  with zipfile.ZipFile(file) as archive:
+    return pickle.loads(archive.read('archive/data.pkl'))
 
 
 def _imported():
@@ -66,10 +101,10 @@ def _imported():
   return package
 
 
-def _assets(package: pathlib.Path) -> pathlib.Path:
+def _assets(root: pathlib.Path) -> pathlib.Path:
   """The folder of meshes and textures."""
   given = os.environ.get(ASSETS)
-  folder = pathlib.Path(given) if given else package.parent / 'assets'
+  folder = pathlib.Path(given) if given else root / 'assets'
   if not (folder / 'scenes').is_dir():
     raise simulator.UnavailableError(
       f'There are no assets of LIBERO in {folder}: it has no `scenes`. '
@@ -80,7 +115,8 @@ def _assets(package: pathlib.Path) -> pathlib.Path:
 
 
 def instruction(name: str) -> str:
-  """The file's name as words, not the scene's own wording."""
-  from libero.libero import benchmark
+  """A task's name as words, without its scene; not the scene's own wording.
 
-  return benchmark.grab_language_from_filename(f'{name}.bddl')
+  It is `grab_language_from_filename` of `libero.libero.benchmark`.
+  """
+  return SCENE.sub('', name).replace('_', ' ')

@@ -94,6 +94,25 @@ def test_every_task_builds_resets_and_steps(make, suite):
   assert (observations[0] != observations[1]).any(1).all()
 
 
+def test_tasks_are_read_as_the_package_reads_them():
+  """It imports torch for that, and the simulator's processes do not."""
+  libero_files._imported()
+  from libero.libero import benchmark
+  import torch
+
+  root = pathlib.Path(benchmark.__file__).parents[1]
+  suites = libero_files._suites(root)
+  assert suites == benchmark.libero_task_map and len(suites) > 4
+  for suite, names in suites.items():
+    for name in names:
+      text = benchmark.grab_language_from_filename(f'{name}.bddl')
+      assert libero_files.instruction(name) == text
+    file = root / 'init_files' / suite / f'{names[0]}.pruned_init'
+    want = torch.load(file, weights_only=False)
+    got = libero_files.initial_states(suite, names[0])
+    np.testing.assert_array_equal(got, want)
+
+
 @needs_meshes
 def test_an_episode_replays_to_the_bit_in_one_process_or_two(make):
   rng = np.random.default_rng(0)
