@@ -4,9 +4,10 @@ r"""Converts openpi's JAX checkpoints to folders of safetensors, and back.
   python -m rlinf_jax.prepare.openpi_model FOLDER CHECKPOINT
 
 CHECKPOINT is a folder with `params`, which orbax writes, and usually `assets`,
-statistics of data sets. Its arrays are converted once; everything else reads
-FOLDER. What was trained is converted back by the second command, which knows
-FOLDER by its safetensors. All arrays are in memory at a time, 13 GB.
+statistics of data sets. Its arrays are converted once, adapters added;
+everything else reads FOLDER. What was trained is converted back by the second
+command, which knows FOLDER by its safetensors. All arrays are in memory at a
+time, 13 GB.
 """
 
 import pathlib

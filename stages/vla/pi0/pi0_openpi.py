@@ -13,7 +13,7 @@ import numpy as np
 
 from stages import tree_paths
 from stages.models.files import weights
-from stages.vla.pi0 import adaptive, pi0
+from stages.vla.pi0 import adaptive, pi0, pi0_openpi_lora
 
 TOWER, LLM = 'PaliGemma/img', 'PaliGemma/llm'
 EXPERT_SUFFIX = '_1'
@@ -39,7 +39,7 @@ def params(config: pi0.Config, tree: Mapping):
   Args:
     config: sizes of the model.
     tree: nested mappings of arrays. The last keys may all be `value`, as
-      openpi's training writes them.
+      openpi's training writes them. Adapters are added to their matrices.
 
   Raises:
     CheckpointError: names all arrays that are missing, extra or of another
@@ -48,6 +48,7 @@ def params(config: pi0.Config, tree: Mapping):
   found = tree_paths.flatten(dict(tree))
   if found and all(name.endswith('/value') for name in found):
     found = {name.removesuffix('/value'): x for name, x in found.items()}
+  found = pi0_openpi_lora.merge(found)
   wanted = tree_paths.flatten(pi0.param_shapes(config))
   leaves = dict(leaves_of(config))
   faults, made = [], {}

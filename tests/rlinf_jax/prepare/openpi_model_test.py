@@ -9,7 +9,7 @@ import openpi_reference
 from rlinf_jax.prepare import openpi_model
 from stages.models.files import weights
 from stages.vla import normalization
-from stages.vla.pi0 import pi0, pi0_files
+from stages.vla.pi0 import pi0, pi0_files, pi0_openpi
 
 B = 2
 STATS = {'state': {'mean': [0.0], 'std': [1.0]}}
@@ -24,10 +24,16 @@ def save(folder, tree):
   return str(folder)
 
 
-@both
-def test_velocities_are_those_of_openpis_equations(adaptive, tmp_path):
+@pytest.mark.parametrize(
+  ('adaptive', 'adapted'),
+  [(False, False), (True, False), (False, True)],
+  ids=['pi0', 'pi05', 'pi0_lora'],
+)
+def test_velocities_are_those_of_openpis_equations(adaptive, adapted, tmp_path):
   reference = openpi_reference
   tree, config = reference.tree(adaptive), reference.config(adaptive)
+  if adapted:
+    tree = reference.with_adapters(tree)
   checkpoint = save(tmp_path / 'jax', tree)
   normalization.write(checkpoint, 'lab/robot', STATS)
   out = tmp_path / 'out'
@@ -88,6 +94,26 @@ def test_a_checkpoint_is_written_back_byte_for_byte(adaptive, tmp_path):
   assert normalization.read(folders[2], 'lab/robot') == STATS
   with pytest.raises(FileExistsError, match='name a new folder'):
     openpi_model.convert_back(*folders[1:], config)
+
+
+@pytest.mark.parametrize(
+  ('fault', 'message'),
+  [
+    (lambda p: p.pop('lora_b'), 'lora_b are not all there'),
+    (lambda p: p.pop('w'), 'q_einsum/w, .* are not all there'),
+    (
+      lambda p: p.update(lora_b=p['lora_b'][..., :2, :]),
+      r"are \[2, 4, 12, 3\] and \[2, 4, 2, 6\], expected .*'rank', 6\]",
+    ),
+  ],
+  ids=['no partner', 'no matrix', 'another rank'],
+)
+def test_adapters_that_do_not_fit_are_refused(fault, message):
+  config = openpi_reference.config(False)
+  tree = openpi_reference.with_adapters(openpi_reference.tree(False))
+  fault(tree['PaliGemma']['llm']['layers']['attn']['q_einsum'])
+  with pytest.raises(weights.CheckpointError, match=message):
+    pi0_openpi.params(config, tree)
 
 
 def test_a_checkpoint_of_another_kind_is_refused(tmp_path):
