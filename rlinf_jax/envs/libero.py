@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import libero_files, simulator, task_turns
+from rlinf_jax.envs import libero_files, mujoco_drawing, simulator, task_turns
 from rlinf_jax.envs import settings as settings_lib
 
 CAMERAS = {'front': 'agentview', 'wrist': 'robot0_eye_in_hand'}
@@ -206,7 +206,9 @@ class Libero:
     state = self._states[self._turns.scene(seed, len(self._states))]
     obs = self._env.set_init_state(state)
     if self._view.cameras and self._view.fast_rendering:
-      _leave_out_shadows(self._env.sim._render_context_offscreen.scn)
+      mujoco_drawing.leave_out_shadows(
+        self._env.sim._render_context_offscreen.scn
+      )
     for left in reversed(range(SETTLE_STEPS)):
       self._draws = left == 0
       obs, *_ = self._env.step(HOLD)
@@ -239,18 +241,12 @@ class Libero:
 
     model, data = self._env.sim.model._model, self._env.sim.data._data
     if self._renderer is None:
-      try:
-        self._renderer = mujoco.Renderer(model, VIDEO_SIZE, VIDEO_SIZE)
-      except Exception as error:  # noqa: BLE001 EGL or OSMesa is missing.
-        raise simulator.UnavailableError(
-          f'MuJoCo cannot render here ({error}): install libegl1 and Mesa, and '
-          'leave MUJOCO_GL unset, or libosmesa6 and set MUJOCO_GL=osmesa'
-        ) from None
+      self._renderer = mujoco_drawing.renderer(
+        model, VIDEO_SIZE, fast=self._view.fast_rendering
+      )
     options = mujoco.MjvOption()
     options.geomgroup[0] = 0  # Hides collision shapes.
     self._renderer.update_scene(data, _viewpoint(model, data), options)
-    if self._view.fast_rendering:
-      _leave_out_shadows(self._renderer.scene)
     return self._renderer.render()
 
   def close(self):
@@ -317,17 +313,6 @@ def _published_state(obs: Mapping[str, np.ndarray]) -> np.ndarray:
       obs['robot0_gripper_qpos'],
     ]
   )
-
-
-def _leave_out_shadows(scene):
-  """Turns shadows and reflections off."""
-  import mujoco
-
-  for flag in (
-    mujoco.mjtRndFlag.mjRND_SHADOW,
-    mujoco.mjtRndFlag.mjRND_REFLECTION,
-  ):
-    scene.flags[flag] = 0
 
 
 def _viewpoint(model, data):

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.envs import gymnasium, simulator, task_turns
+from rlinf_jax.envs import gymnasium, mujoco_drawing, simulator, task_turns
 from rlinf_jax.envs import settings as settings_lib
 
 SCENES_SEED = 0  # Of the fifty scenes, the same ones in all environments.
@@ -24,6 +24,7 @@ INSTRUCTION_SIZE = 128  # Bytes of an instruction.
 # The camera and its place in the data sets on which models were fine-tuned,
 # such as LeRobot's of all fifty tasks; its picture is upside down.
 CAMERA, CAMERA_POSITION = 'corner2', (0.75, 0.075, 0.7)
+STATE, ACTION = 39, 4  # Numbers of an observation of states, and of an action.
 ARM = 4  # Numbers of the hand's position and the gripper, which come first.
 
 
@@ -101,6 +102,7 @@ def make(
   reward: Literal['dense', 'success'] = 'dense',
   terminate: bool = False,
   image_size: simulator.PositiveInt | None = None,
+  fast_rendering: bool = False,
   video: bool = False,
   prompts: Mapping[str, np.ndarray] | None = None,
 ) -> simulator.Environment:
@@ -124,6 +126,9 @@ def make(
       step in which the task is solved.
     terminate: whether success ends an episode.
     image_size: the edge of pictures, in pixels; None for states.
+    fast_rendering: whether to leave out shadows and reflections, which the
+      data sets' pictures have. Where a CPU draws, a picture without them takes
+      a sixth of the time.
     video: whether evaluations are recorded.
     prompts: tokens of the tasks and their mask, one a row, which replace
       'instruction'; None for none.
@@ -143,11 +148,12 @@ def make(
     )
   if image_size or video:
     os.environ.setdefault('MUJOCO_GL', 'egl')  # Before MuJoCo is imported.
-  _check_names([task, *(descriptions or {})])
+  check_tasks([task, *(descriptions or {})])
   view = View(
     image_size,
     {name: x[number] for name, x in (prompts or {}).items()},
     _description(task, descriptions),
+    fast_rendering,
     video,
   )
   made = _made(task, horizon + settle_steps, terminate, view)
@@ -166,12 +172,14 @@ class View(NamedTuple):
     image_size: the edge of pictures, in pixels; None for states.
     prompt: tokens of the task and their mask; empty for its text.
     text: what is to be done.
+    fast_rendering: whether shadows and reflections are left out.
     video: whether frames are drawn for people.
   """
 
   image_size: int | None
   prompt: dict[str, np.ndarray]
   text: str
+  fast_rendering: bool
   video: bool
 
   @property
@@ -180,8 +188,15 @@ class View(NamedTuple):
     return self.image_size or VIDEO_SIZE
 
 
-def _check_names(tasks: Sequence[str]):
-  """Refuses a missing package, and tasks that it does not have."""
+def check_tasks(tasks: Sequence[str]):
+  """Refuses a missing package, and tasks that it does not have.
+
+  Args:
+    tasks: names, such as 'reach-v3'.
+
+  Raises:
+    UnavailableError: as said.
+  """
   try:
     import metaworld
   except ImportError as error:
@@ -292,18 +307,11 @@ class MetaWorld(gymnasium.Gymnasium):
     super().close()
 
   def _picture(self) -> np.ndarray:
-    import mujoco
-
     simulation = self._env.unwrapped
     if self._renderer is None:
       # Gymnasium's own draws one environment of a process, and no others.
-      size = self._view.size
-      try:
-        self._renderer = mujoco.Renderer(simulation.model, size, size)
-      except Exception as error:  # noqa: BLE001 EGL or OSMesa is missing.
-        raise simulator.UnavailableError(
-          f'MuJoCo cannot render here ({error}): install libegl1 and Mesa, or '
-          'libosmesa6 and set MUJOCO_GL=osmesa'
-        ) from None
+      self._renderer = mujoco_drawing.renderer(
+        simulation.model, self._view.size, fast=self._view.fast_rendering
+      )
     self._renderer.update_scene(simulation.data, CAMERA)
     return self._renderer.render()[::-1, ::-1].copy()

@@ -78,6 +78,23 @@ def pi0(
   return _padded(tasks, encode, length)
 
 
+def utf8(
+  tasks: Sequence[str], *, length: ranges.PositiveInt = 48
+) -> base.Prompt:
+  """The bytes of each task, 0 … 255, for models that are trained from nothing.
+
+  Such a model needs no tokenizer, and a vocabulary of 256.
+
+  Args:
+    tasks: as for `openvla`.
+    length: P, columns of a prompt.
+
+  Raises:
+    ValueError: for a task without text, or with more bytes than columns.
+  """
+  return _padded(tasks, lambda task: [*task.strip().encode()], length)
+
+
 class StateTokens(NamedTuple):
   """Tokens by which π0.5's instruction tells the state, behind the task.
 

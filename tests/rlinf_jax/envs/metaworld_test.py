@@ -119,6 +119,22 @@ def test_tasks_are_seen_in_pictures_and_read_in_words():
     in_chunks.close()
 
 
+@pytest.mark.slow
+@needs_metaworld
+def test_fast_pictures_lack_shadows_and_reflections():
+  pools = [pictured(), pictured(fast_rendering=True)]
+  try:
+    (_, slow), (_, fast) = (pool.init([4, 7]) for pool in pools)
+    np.testing.assert_array_equal(slow['state'], fast['state'])
+    slow, fast = (obs['image']['front'].astype(float) for obs in (slow, fast))
+    # Brighter where shadows were, darker where reflections were.
+    assert 1 < np.abs(fast - slow).mean() < 10
+    assert np.corrcoef(fast.ravel(), slow.ravel())[0, 1] > 0.95
+  finally:
+    for pool in pools:
+      pool.close()
+
+
 def test_environments_tell_their_tasks_by_name(monkeypatch):
   made = {}
 

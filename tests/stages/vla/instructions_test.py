@@ -112,6 +112,15 @@ def test_pi0_reads_the_task_and_a_new_line(llama):
   assert tokenizer.decode(row[1:]) == f'{TASK}\n'
 
 
+def test_bytes_of_a_task_need_no_tokenizer():
+  prompt = instructions.utf8([f' {TASK} ', 'π'], length=27)
+  assert bytes(prompt.token[0, :26].tolist()).decode() == TASK
+  assert prompt.token[1].tolist() == [0xCF, 0x80] + [0] * 25
+  assert prompt.mask.sum(1).tolist() == [26, 2]
+  with pytest.raises(ValueError, match='has 26 tokens.*24 columns'):
+    instructions.utf8([TASK], length=24)
+
+
 def test_pi05_reads_the_bins_of_its_state_also_when_compiled(tmp_path):
   checkpoint = gemma(tmp_path, split_digits=True)
   tokenizer = tokens.load_tokenizer(checkpoint)
