@@ -1,10 +1,12 @@
 """A conversation with a model in the terminal.
 
   python -m rlinf_jax.chat /path/to/model
+  python -m rlinf_jax.chat /path/to/model --adapter runs/lora/model
 
 The model is a folder in Hugging Face format with a chat template: a model to
-train, or the `model` folder of a run. A line is a message; an empty line or the
-end of the input ends the conversation.
+train, or the `model` folder of a run. That of a run with LoRA is an adapter of
+the model that the run was given, unless it was merged. A line is a message; an
+empty line or the end of the input ends the conversation.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,8 +22,12 @@ from rlinf_jax import command_line, startup
 from rlinf_jax.data import chat_template
 from stages import base
 from stages.language import huggingface, sample, tokens
+from stages.models import lora
 
 LONGEST = 1 << 17  # Tokens of an answer.
+ADAPTER = flags.DEFINE_string(
+  'adapter', None, "Folder of an adapter of the model, in PEFT's format."
+)
 SYSTEM = flags.DEFINE_string('system', None, 'System message.')
 LENGTH = flags.DEFINE_integer(
   'length', 256, 'Most tokens of an answer.', 1, LONGEST
@@ -41,17 +47,25 @@ class Chat:
     tokenizer: of the model.
   """
 
-  def __init__(self, model: str, *, length: int, temperature: float = 0.0):
+  def __init__(
+    self,
+    model: str,
+    adapter: str | None = None,
+    *,
+    length: int,
+    temperature: float = 0.0,
+  ):
     """Loads a model.
 
     Args:
       model: folder in Hugging Face format.
+      adapter: folder of an adapter of the model, in PEFT's format.
       length: most tokens of an answer.
       temperature: of sampling; 0 for the likeliest token.
 
     Raises:
-      ValueError: if there is no such model, or it has no chat template that
-        works.
+      ValueError: if there is no such model or adapter, or the model has no
+        chat template that works.
     """
     self.tokenizer = tokens.load_tokenizer(model)
     if not self.tokenizer.chat_template:
@@ -64,6 +78,7 @@ class Chat:
       model,
       response_length=length,
       sampling=sample.Sampling(temperature=temperature or 1.0),
+      lora=lora.Lora(adapter=adapter),
     )
     self._params = self._policy.init(jax.random.key(0))
     self._act = jax.jit(self._policy.act, static_argnames='greedy')
@@ -131,7 +146,12 @@ def _lines() -> Iterator[str]:
 
 
 def main(model: str):
-  chat = Chat(model, length=LENGTH.value, temperature=TEMPERATURE.value)
+  chat = Chat(
+    model,
+    ADAPTER.value,
+    length=LENGTH.value,
+    temperature=TEMPERATURE.value,
+  )
   key = sample.key(SEED.value)
   for text in converse(chat, _lines(), SYSTEM.value, key):
     print(text, flush=True)

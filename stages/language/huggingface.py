@@ -45,7 +45,7 @@ def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
     raise weights.CheckpointError(
       f'{checkpoint} holds an adapter of PEFT, not a model: give the folder of '
       'the model that it adapts, and this one as `lora.Lora.adapter` '
-      '(LORA_ADAPTER in gin).'
+      '(LORA_ADAPTER in gin, --adapter in a chat).'
     )
   if not path.is_file():
     raise weights.CheckpointError(
