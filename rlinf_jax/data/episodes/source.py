@@ -11,6 +11,7 @@ from rlinf_jax.data.episode_files import base as base_lib
 from rlinf_jax.data.episodes import folders, windows
 from stages import base, ranges, source_files
 from stages.envs import demonstrations
+from stages.vla import relative_actions as relative_lib
 
 PREFIXES = 'observation.images.', 'observation.'
 
@@ -64,6 +65,7 @@ def source(
   camera_names: Sequence[str] | None = None,
   action: str = base_lib.ACTION,
   state: str | None = base_lib.STATE,
+  relative_actions: relative_lib.RelativeActions = False,
   chunk: ranges.PositiveInt = 8,
   window_rows: ranges.PositiveInt = 1024,
   held_out_episodes: ranges.PositiveInt = 1,
@@ -87,11 +89,13 @@ def source(
     batch_size: steps of a batch.
     instructions: encodes the texts of all tasks, such as `instructions.openvla`
       with the folder of the model.
-    normalize: `actions [N, A] -> actions` in the units of the model, such as
+    normalize: `actions [..., A] -> actions` in the units of the model, such as
       `action_tokens.normalizer` and `normalization.normalizer` return.
     camera_names: as `names` of `cameras`.
     action: name of the feature with actions.
     state: name of the feature with the robot's state; None for none.
+    relative_actions: which numbers of actions are made relative to the state of
+      their row, before they are normalized, see `relative_actions.mask`.
     chunk: Z, actions of a row.
     window_rows: most steps of a window.
     held_out_episodes: the last episodes, which are not trained on.
@@ -121,6 +125,7 @@ def source(
     shown,
     action,
     state,
+    relative_actions,
     chunk,
     _prompts(data, instructions),
     normalize,
@@ -187,6 +192,7 @@ def _load(
   shown: Sequence[str],
   action: str,
   state: str | None,
+  relative: relative_lib.RelativeActions,
   chunk: int,
   prompts: Mapping[int, Any],
   normalize: Callable[[np.ndarray], Any],
@@ -218,11 +224,15 @@ def _load(
     if state:
       obs['state'] = vector(x[state])
     moves = vector(x[action])
-    # A plan's flow may be recorded meanwhile, and these are numbers.
-    with jax.ensure_compile_time_eval():
-      moves = np.asarray(normalize(moves))
+    width = moves.shape[-1]
     if chunk > 1:
       length = np.array([episode.length])
       moves = demonstrations.following(moves[None], length, chunk)[0]
+    here = obs.get('state', np.zeros((len(moves), 0)))
+    mask = relative_lib.mask(relative, width, here.shape[-1])
+    moves = relative_lib.subtract(mask, moves, here)
+    # A plan's flow may be recorded meanwhile, and these are numbers.
+    with jax.ensure_compile_time_eval():
+      moves = np.asarray(normalize(moves))
     found.append(base.Demonstration(obs, moves))
   return jax.tree.map(lambda *xs: np.concatenate(xs), *found)

@@ -11,6 +11,9 @@ import numpy as np
 
 from rlinf_jax.data.episode_files import base
 from rlinf_jax.data.episodes import folders
+from stages import ranges
+from stages.envs import demonstrations
+from stages.vla import relative_actions as relative_lib
 
 
 @functools.cache
@@ -42,29 +45,86 @@ def norm_stats(
     x = np.concatenate([column[key] for column in columns])
     # A vector of one number is stored as a number.
     x = x.reshape(len(x), -1).astype(np.float64)
-    low, high = np.quantile(x, [0.01, 0.99], axis=0)
-    entry[part] = {
-      'mean': x.mean(0).tolist(),
-      'std': x.std(0).tolist(),
-      'min': x.min(0).tolist(),
-      'max': x.max(0).tolist(),
-      'q01': low.tolist(),
-      'q99': high.tolist(),
-      'mask': [True] * x.shape[1],
-    }
+    entry[part] = _of(x) | {'mask': [True] * x.shape[1]}
   entry['num_transitions'] = sum(x.length for x in data.episodes)
   entry['num_trajectories'] = len(data.episodes)
   return {name or data.name: entry}
 
 
+def _of(x) -> dict[str, list[float]]:
+  """Statistics of the columns of an array."""
+  low, high = np.quantile(x, [0.01, 0.99], axis=0)
+  return {
+    'mean': x.mean(0).tolist(),
+    'std': x.std(0).tolist(),
+    'min': x.min(0).tolist(),
+    'max': x.max(0).tolist(),
+    'q01': low.tolist(),
+    'q99': high.tolist(),
+  }
+
+
+@functools.cache
+def _relative(
+  folder: str,
+  action: str,
+  state: str | None,
+  relative: relative_lib.RelativeActions,
+  chunk: int,
+) -> dict[str, list[float]] | None:
+  """Statistics of all actions of all chunks; None if all are absolute.
+
+  Beyond the end of an episode, the last action is repeated, as in openpi.
+  """
+  data, chunks = folders.read(folder), []
+  names = [action, *([state] if state else ())]
+  for column in data.read_numbers(data.episodes, names):
+    T = len(column[action])
+    vector = lambda name, x=column, T=T: (
+      x[name].astype(np.float32).reshape(T, -1)
+    )
+    moves = vector(action)
+    here = vector(state) if state else np.zeros((T, 0))
+    mask = relative_lib.mask(relative, moves.shape[1], here.shape[1])
+    if mask is None:
+      return None
+    length = np.array([T])
+    moves = demonstrations.following(moves[None], length, chunk)[0]
+    chunks.append(
+      relative_lib.subtract(mask, moves.reshape(T, chunk, -1), here)
+    )
+  x = np.concatenate(chunks)
+  x = x.reshape(-1, x.shape[-1])
+  # One number at a time: all of them in float64 may be gigabytes.
+  columns = [_of(x[:, [i]].astype(np.float64)) for i in range(x.shape[1])]
+  return {k: [y for one in columns for y in one[k]] for k in columns[0]}
+
+
 def openpi(
-  folder: str, *, action: str = base.ACTION, state: str | None = base.STATE
+  folder: str,
+  *,
+  action: str = base.ACTION,
+  state: str | None = base.STATE,
+  relative_actions: relative_lib.RelativeActions = False,
+  chunk: ranges.PositiveInt = 50,
 ) -> dict[str, Any]:
   """The same statistics as norm_stats.json of π0 and π0.5 has them.
 
-  Arguments and errors are those of `norm_stats`.
+  Args:
+    folder: as for `norm_stats`, like the two others, and errors.
+    action: name of the feature with actions.
+    state: name of the feature with the robot's state; None for none.
+    relative_actions: which numbers of actions are relative to the state when
+      their chunk is decided, see `relative_actions.mask`.
+    chunk: actions of a chunk, over all of which relative ones are taken.
+
+  Raises:
+    ValueError: if the state has no number that actions are relative to.
   """
   (entry,) = norm_stats(folder, action=action, state=state).values()
+  if relative_actions:
+    relative = _relative(folder, action, state, relative_actions, chunk)
+    entry = entry | {'action': relative or entry['action']}
   names = {'actions': 'action', 'state': 'proprio'}
   return {
     ours: {x: entry[theirs][x] for x in ('mean', 'std', 'q01', 'q99')}

@@ -32,10 +32,13 @@ class Denoising(NamedTuple):
       is all numbers of a chunk.
     stochastic: numbers of the stochastic steps: one of Flow-SDE, 0 … K − 1 of
       Flow-Noise.
+    offset: what actions are relative to, in the units of the environment, as
+      it was when they were decided; `()` if they are absolute.
   """
 
   path: Float[Array, '... steps A']
   stochastic: Int[Array, '... some']
+  offset: Float[Array, '... width'] | tuple[()] = ()
 
 
 class Networks(NamedTuple):
@@ -161,6 +164,7 @@ def of_networks(
   logp_of: granularity.LogpOf = 'chunk',
   action_width: int | None = None,
   executed: int | None = None,
+  offset: Callable[[Any], Any] | None = None,
 ) -> base.Policy:
   """The policy that denoises by given networks.
 
@@ -189,6 +193,8 @@ def of_networks(
       the environment takes. The others are denoised, too, but have no
       log-probability; in demonstrations they are zero.
     executed: first actions of a chunk that the environment gets; likewise.
+    offset: `obs -> offset`, what actions are relative to, [..., width], which
+      `to_env_action` gets as its second argument; None if they are absolute.
   """
   action_width = action_width or width
   A = action_width * chunk
@@ -217,7 +223,7 @@ def of_networks(
       return next_BA, predicted
 
     path, predicted = flow_matching.denoise(step, initial_BA, num_steps)
-    action = Denoising(path, stochastic)
+    action = Denoising(path, stochastic, offset(obs) if offset else ())
     taken = jax.tree.map(
       lambda x: _take(jnp.moveaxis(x, 0, -2), stochastic), predicted
     )
@@ -239,11 +245,15 @@ def of_networks(
   def value(params, obs):
     return networks.value(params, networks.encode(params, obs))
 
+  def executed_actions(action):
+    origin = (action.offset,) if offset else ()
+    return to_env_action(action.path[..., -1, kept], *origin)
+
   return base.Policy(
     networks.init,
     act,
     evaluate,
-    lambda action: to_env_action(action.path[..., -1, kept]),
+    executed_actions,
     value if networks.value else None,
     imitation_loss=functools.partial(
       _imitation_loss, networks, (chunk, action_width)

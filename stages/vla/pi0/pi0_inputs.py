@@ -41,10 +41,15 @@ class Inputs(NamedTuple):
     leaves = tree_paths.flatten(obs)
     states = [leaves[name] for name in self.vectors]
     if self.state is not None and states:
-      states = [self.state.normalize(jnp.concatenate(states, axis=-1))]
+      states = [self.state.normalize(self.raw_state(obs))]
     padding = width - sum(x.shape[-1] for x in states)
     states.append(jnp.zeros((*self.leading(obs), padding)))
     return jnp.concatenate(states, axis=-1)
+
+  def raw_state(self, obs) -> Float[Array, '... O']:
+    """The state in the units of the robot."""
+    leaves = tree_paths.flatten(obs)
+    return jnp.concatenate([leaves[name] for name in self.vectors], axis=-1)
 
   def prompt(self, obs) -> base.Prompt:
     """The tokens of each row; of π0.5, with its state."""

@@ -20,6 +20,9 @@ from stages.vla import (
   pictures,
   trunk_lora,
 )
+from stages.vla import (
+  relative_actions as relative_lib,
+)
 from stages.vla.pi0 import pi0, pi0_critic, pi0_files, pi0_inputs, pi0_noise
 
 EXPERT, TRUNK = 'expert', 'trunk'
@@ -34,6 +37,7 @@ def policy(
   state_tokens: instructions.StateTokens | None = None,
   checkpoint: str | None = None,
   norm_stats: dict[str, Any] | None = None,
+  relative_actions: relative_lib.RelativeActions = False,
   cameras: tuple[str, ...] | None = None,
   vectors: tuple[str, ...] | None = None,
   ignored: tuple[str, ...] = (),
@@ -71,6 +75,9 @@ def policy(
     norm_stats: statistics of a data set by which states and actions are
       normalized, see `normalization.of`. With None, states are read as they
       are, and actions of −1 … 1 are the environment's range.
+    relative_actions: which numbers of actions are relative to the state when
+      their chunk is decided, see `relative_actions.mask`; `norm_stats` are of
+      relative actions then.
     cameras: paths of images in observations, in the order in which they are
       read; None for all of the environment, in the order of their names.
     vectors: paths of the vectors of the state, likewise.
@@ -110,6 +117,7 @@ def policy(
   )
   Z = executed or config.Z
   width, to_env_action = _actions(env, config, norm_stats, Z)
+  offset = _offset(inputs, relative_actions, width, norm_stats)
   encode = functools.partial(_encode, config, inputs)
   head = None
   if critic:
@@ -142,6 +150,7 @@ def policy(
     num_steps=num_steps,
     exploration=exploration,
     logp_of=logp_of,
+    offset=offset,
   )
   own = own._replace(round_params=functools.partial(pi0.compute_params, config))
   return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK) if lora else own
@@ -210,9 +219,27 @@ def _actions(env: env_lib.Env | None, config: pi0.Config, norm_stats, Z: int):
   return width, to_env_action
 
 
-def _in_units(actions: normalization.Normalization, bounds, Z: int, action):
+def _offset(inputs: pi0_inputs.Inputs, relative, width: int, norm_stats):
+  """`obs -> offset` of relative actions; None if all are absolute."""
+  state_width = 0 if inputs.state is None else len(inputs.state.origin)
+  if norm_stats is None and relative:
+    raise ValueError(
+      'Relative actions are in the units of the robot, which statistics tell: '
+      'give `norm_stats` of relative actions.'
+    )
+  mask_A = relative_lib.mask(relative, width, state_width)
+  if mask_A is None:
+    return None
+  return lambda obs: relative_lib.offset(mask_A, inputs.raw_state(obs))
+
+
+def _in_units(
+  actions: normalization.Normalization, bounds, Z: int, action, offset=None
+):
   """A chunk in the units of the robot, within its bounds."""
   chunk = actions.unnormalize(action.reshape(*action.shape[:-1], Z, -1))
+  if offset is not None:
+    chunk += offset[..., None, :]
   if bounds is not None:
     low, high = (action_range.broadcast(x, chunk) for x in bounds)
     chunk = jnp.clip(chunk, low, high)

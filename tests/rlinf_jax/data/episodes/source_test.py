@@ -14,6 +14,7 @@ from rlinf_jax.data.episodes import source, statistics, windows
 from rlinf_jax.data.lerobot import extra, layout, pictures, write
 from stages import base
 from stages.envs import seed_source
+from stages.vla import normalization
 from stages.vla.openvla import action_tokens
 
 pyarrow = pytest.importorskip(
@@ -135,6 +136,38 @@ def test_quantiles_are_those_of_all_steps(folder):
   assert other['actions']['mean'] == found['action']['mean']
   assert other['state']['q99'] == found['proprio']['q99']
   assert [*statistics.openpi(folder, state=None)] == ['actions']
+
+
+def test_actions_are_relative_to_the_state_of_their_row(folder):
+  relative = (True, True)  # The third number of an action is absolute.
+  stats = statistics.openpi(folder, relative_actions=relative, chunk=3)
+  chunks = []
+  for index, T in enumerate(LENGTHS):
+    written = lerobot_folder.episode(index)
+    for t in range(T):
+      own = written.action[np.minimum(t + np.arange(3), T - 1)]
+      chunks.append(own - np.array([index, t, 0]))
+  x = np.concatenate(chunks)
+  for name, want in (
+    ('mean', x.mean(0)),
+    ('std', x.std(0)),
+    ('q01', np.quantile(x, 0.01, axis=0)),
+    ('q99', np.quantile(x, 0.99, axis=0)),
+  ):
+    np.testing.assert_allclose(stats['actions'][name], want, atol=1e-5)
+  assert stats['state'] == statistics.openpi(folder)['state']
+  normalize = normalization.normalizer(stats, quantiles=False)
+  made = make(folder, normalize=normalize, relative_actions=relative)
+  _, (batch,) = batches(made, made.init(0), 1)
+  want = [
+    chunks[sum(LENGTHS[: int(i)]) + int(t)] for i, t in batch.obs['state']
+  ]
+  got = batch.action * (x.std(0) + 1e-6) + x.mean(0)
+  np.testing.assert_allclose(got, want, atol=1e-4)
+  with pytest.raises(ValueError, match='has 4 entries, and actions have 3'):
+    statistics.openpi(folder, relative_actions=(True,) * 4)
+  with pytest.raises(ValueError, match='the state has 0 numbers'):
+    statistics.openpi(folder, state=None, relative_actions=True)
 
 
 def test_a_vector_of_one_number_is_one(tmp_path):
