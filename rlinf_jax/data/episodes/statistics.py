@@ -15,6 +15,9 @@ from stages import ranges
 from stages.envs import demonstrations
 from stages.vla import relative_actions as relative_lib
 
+# Statistics of π0 and π0.5, and those of a number that stays as it is.
+AS_IT_IS = {'mean': 0.0, 'std': 1.0, 'q01': -1.0, 'q99': 1.0}
+
 
 @functools.cache
 def norm_stats(
@@ -23,6 +26,7 @@ def norm_stats(
   name: str | None = None,
   action: str = base.ACTION,
   state: str | None = base.STATE,
+  action_normalization_mask: tuple[bool, ...] | None = None,
 ) -> dict[str, Any]:
   """Statistics by data set, as dataset_statistics.json has them.
 
@@ -32,9 +36,12 @@ def norm_stats(
       of the folder in LeRobot's format.
     action: name of the feature with actions.
     state: name of the feature with the robot's state; None for none.
+    action_normalization_mask: whether each number of an action is normalized;
+      the others, such as a gripper's, stay as they are. None for all.
 
   Raises:
-    ValueError: if the folder has no such features.
+    ValueError: if the folder has no such features, or the mask is not of the
+      length of an action.
   """
   data = folders.read(folder)
   entry = {}
@@ -45,10 +52,22 @@ def norm_stats(
     x = np.concatenate([column[key] for column in columns])
     # A vector of one number is stored as a number.
     x = x.reshape(len(x), -1).astype(np.float64)
-    entry[part] = _of(x) | {'mask': [True] * x.shape[1]}
+    kept = action_normalization_mask if part == 'action' else None
+    entry[part] = _of(x) | {'mask': _checked_mask(kept, x.shape[1])}
   entry['num_transitions'] = sum(x.length for x in data.episodes)
   entry['num_trajectories'] = len(data.episodes)
   return {name or data.name: entry}
+
+
+def _checked_mask(mask: tuple[bool, ...] | None, width: int) -> list[bool]:
+  if mask is None:
+    return [True] * width
+  if len(mask) != width:
+    raise ValueError(
+      f'`action_normalization_mask` has {len(mask)} entries, and actions have '
+      f'{width} numbers: give one for each of them.'
+    )
+  return [bool(x) for x in mask]
 
 
 def _of(x) -> dict[str, list[float]]:
@@ -107,6 +126,7 @@ def openpi(
   state: str | None = base.STATE,
   relative_actions: relative_lib.RelativeActions = False,
   chunk: ranges.PositiveInt = 50,
+  action_normalization_mask: tuple[bool, ...] | None = None,
 ) -> dict[str, Any]:
   """The same statistics as norm_stats.json of π0 and π0.5 has them.
 
@@ -117,17 +137,32 @@ def openpi(
     relative_actions: which numbers of actions are relative to the state when
       their chunk is decided, see `relative_actions.mask`.
     chunk: actions of a chunk, over all of which relative ones are taken.
+    action_normalization_mask: as for `norm_stats`. The file has no place for
+      it: a number that stays as it is has a mean of 0, a standard deviation of
+      1, and quantiles of −1 and 1.
 
   Raises:
     ValueError: if the state has no number that actions are relative to.
   """
-  (entry,) = norm_stats(folder, action=action, state=state).values()
+  (entry,) = norm_stats(
+    folder,
+    action=action,
+    state=state,
+    action_normalization_mask=action_normalization_mask,
+  ).values()
+  mask = entry['action']['mask']
   if relative_actions:
     relative = _relative(folder, action, state, relative_actions, chunk)
     entry = entry | {'action': relative or entry['action']}
   names = {'actions': 'action', 'state': 'proprio'}
-  return {
-    ours: {x: entry[theirs][x] for x in ('mean', 'std', 'q01', 'q99')}
+  found = {
+    ours: {x: entry[theirs][x] for x in AS_IT_IS}
     for ours, theirs in names.items()
     if theirs in entry
   }
+  for name, unit in AS_IT_IS.items():
+    found['actions'][name] = [
+      x if is_normalized else unit
+      for x, is_normalized in zip(found['actions'][name], mask, strict=True)
+    ]
+  return found

@@ -170,6 +170,31 @@ def test_actions_are_relative_to_the_state_of_their_row(folder):
     statistics.openpi(folder, state=None, relative_actions=True)
 
 
+def test_a_number_that_is_not_normalized_stays_as_it_is(folder):
+  mask = (True, True, False)
+  of_openvla = statistics.norm_stats(folder, action_normalization_mask=mask)
+  assert of_openvla['data']['action']['mask'] == [*mask]
+  assert of_openvla['data']['proprio']['mask'] == [True] * 2
+  stats = statistics.openpi(folder, action_normalization_mask=mask)
+  for normalize, tolerance in (
+    (action_tokens.normalizer(of_openvla), 0.0),
+    (normalization.normalizer(stats, quantiles=False), 1e-4),
+    (normalization.normalizer(stats, quantiles=True), 1e-4),
+  ):
+    made = make(folder, normalize=normalize)
+    _, (batch,) = batches(made, made.init(0), 1)
+    for b in range(4):
+      index, t = batch.obs['state'][b].astype(int)
+      at = np.minimum(t + np.arange(3), LENGTHS[index] - 1)
+      want = lerobot_folder.episode(index).action[at]
+      np.testing.assert_allclose(
+        batch.action[b, :, 2], want[:, 2], atol=tolerance
+      )
+      assert np.abs(batch.action[b, :, 0] - want[:, 0]).max() > 0.1
+  with pytest.raises(ValueError, match='has 2 entries, and actions have 3'):
+    statistics.norm_stats(folder, action_normalization_mask=(True, False))
+
+
 def test_a_vector_of_one_number_is_one(tmp_path):
   # LeRobot stores it as a number, not as a list.
   found = [
