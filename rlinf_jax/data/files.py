@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 import csv
+import functools
 import json
 import math
 import os
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlinf_jax.config import config_errors
-from rlinf_jax.data import pictures
+from rlinf_jax.data import json_lines, pictures
 from stages import source_files
 
 # Columns that may hold the question, the first that a file has.
@@ -291,25 +292,6 @@ def checked_text(text: str, where: str) -> str:
   return text
 
 
-def _json_lines(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-  """The rows of a file with a JSON object on each line."""
-  with file.open(encoding='utf-8-sig') as lines:
-    for i, line in enumerate(lines, 1):
-      if not line.strip():
-        continue
-      where = f'{file} line {i}'
-      try:
-        row = json.loads(line)
-      except (ValueError, RecursionError) as error:
-        raise ValueError(f'{where} is not JSON ({error}): mend it.') from error
-      if not isinstance(row, dict):
-        raise ValueError(
-          f'{where} is not a JSON object: write rows as {{"prompt": ..., '
-          '"answer": ...}.'
-        )
-      yield where, row
-
-
 def _csv_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
   """The rows of a CSV file, whose first line names the columns."""
   with file.open(encoding='utf-8-sig', newline='') as lines:
@@ -360,7 +342,9 @@ def _parquet_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 _READERS = {
-  '.jsonl': _json_lines,
+  '.jsonl': functools.partial(
+    json_lines.rows, example='{"prompt": ..., "answer": ...}'
+  ),
   '.csv': _csv_rows,
   '.parquet': _parquet_rows,
 }

@@ -1,1 +1,1 @@
-"""Demonstrations of robots from folders in LeRobot's format, version 3."""
+"""Demonstrations of robots from folders in LeRobot's format."""

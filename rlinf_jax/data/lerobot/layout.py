@@ -1,8 +1,7 @@
 """Contents of a LeRobot folder: episodes, cameras, instructions and numbers.
 
-Version 3 of the format keeps several episodes in each parquet file of numbers
-and in each video. meta/info.json describes the features, meta/episodes tells
-which files each episode is in, and meta/tasks.parquet has the instructions.
+meta/info.json describes the features and the version of the format, which says
+how the other files of meta list episodes and instructions.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,30 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlinf_jax.data.episode_files import base
-from rlinf_jax.data.lerobot import extra
+from rlinf_jax.data.lerobot import extra, places, version_2, version_3
 from stages.models.files import weights
 
-INFO = 'meta/info.json'
-EPISODES = 'meta/episodes'
-TASKS = 'meta/tasks.parquet'
-VERSION = 'v3.'
-FILE = ('chunk_index', 'file_index')
-
-
-class Episode(NamedTuple):
-  """The files of an episode.
-
-  Attributes:
-    index: its number.
-    length: its steps.
-    numbers: the parquet file of its numbers.
-    videos: by camera, the video and the second at which the episode begins.
-  """
-
-  index: int
-  length: int
-  numbers: pathlib.Path
-  videos: dict[str, tuple[pathlib.Path, float]]
+VERSIONS = {'v2': version_2, 'v3': version_3}
 
 
 class Dataset(NamedTuple):
@@ -52,7 +31,7 @@ class Dataset(NamedTuple):
   folder: pathlib.Path
   fps: float
   features: dict[str, base.Feature]
-  episodes: tuple[Episode, ...]
+  episodes: tuple[places.Episode, ...]
   tasks: dict[int, str]
 
 
@@ -66,20 +45,23 @@ def read(folder: str) -> Dataset:
   """
   root = pathlib.Path(folder)
   info = _info(root)
+  lists = VERSIONS[_major(info)]
   described = {name: _feature(name, x) for name, x in info['features'].items()}
   features = {name: x for name, x in described.items() if x is not None}
+  videos = [name for name, x in features.items() if x.dtype == 'video']
+  episodes = lists.episodes(root, info, videos)
+  if not episodes:
+    raise ValueError(
+      f'{root / lists.EPISODES} lists no episodes: copy the folder again.'
+    )
   return Dataset(
-    root,
-    float(info['fps']),
-    features,
-    _episodes(root, info, features),
-    _tasks(root),
+    root, float(info['fps']), features, episodes, lists.tasks(root)
   )
 
 
 def _info(root: pathlib.Path) -> Mapping[str, Any]:
   """The content of meta/info.json, which must have all that is read."""
-  path = root / INFO
+  path = root / places.INFO
   if not path.is_file():
     raise FileNotFoundError(
       f'There is no {path}: give the folder of a LeRobot data set, in which '
@@ -88,12 +70,11 @@ def _info(root: pathlib.Path) -> Mapping[str, Any]:
     )
   raw = weights.read_json(path)
   raw = raw if isinstance(raw, Mapping) else {}
-  version = str(raw.get('codebase_version'))
-  if not version.startswith(VERSION):
+  if _major(raw) not in VERSIONS:
     raise ValueError(
-      f'{root} is of version {version} of the LeRobot format, and v3.0 is read '
-      'here: convert it with '
-      'python -m lerobot.datasets.v30.convert_dataset_v21_to_v30.'
+      f'{root} is of version {raw.get("codebase_version")!r:.40} of the '
+      f'format, and {" and ".join(VERSIONS)} are read here: convert it with '
+      'LeRobot.'
     )
   lacking = [
     name
@@ -112,6 +93,11 @@ def _info(root: pathlib.Path) -> Mapping[str, Any]:
   return raw
 
 
+def _major(info: Mapping[str, Any]) -> str:
+  """The first part of the version, such as 'v2' of 'v2.1'."""
+  return str(info.get('codebase_version')).partition('.')[0]
+
+
 def _feature(name: str, raw: Any) -> base.Feature | None:
   """A feature, or None for pictures without three colors, such as of depth.
 
@@ -121,8 +107,8 @@ def _feature(name: str, raw: Any) -> base.Feature | None:
     dtype, shape = str(raw['dtype']), tuple(map(int, raw['shape']))
   except (KeyError, TypeError, ValueError) as error:
     raise ValueError(
-      f'The feature {name!r} of {INFO} has no dtype and shape: write it anew '
-      'with LeRobot.'
+      f'The feature {name!r} of {places.INFO} has no dtype and shape: '
+      'write it anew with LeRobot.'
     ) from error
   if dtype in base.PICTURES:
     if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
@@ -130,48 +116,6 @@ def _feature(name: str, raw: Any) -> base.Feature | None:
     if shape[-1] != 3:
       shape = (*shape[1:], shape[0])
   return base.Feature(dtype, shape)
-
-
-def _episodes(root, info, features) -> tuple[Episode, ...]:
-  """The files of all episodes, as meta/episodes names them."""
-  videos = [name for name, x in features.items() if x.dtype == 'video']
-  columns = ['episode_index', 'length', *(f'data/{x}' for x in FILE)]
-  for name in videos:
-    columns += [f'videos/{name}/{x}' for x in (*FILE, 'from_timestamp')]
-  paths = sorted((root / EPISODES).glob('*/*.parquet'))
-  if not paths:
-    raise FileNotFoundError(
-      f'There are no episodes in {root / EPISODES}: finish the recording with '
-      "LeRobot's finalize()."
-    )
-  rows = []
-  for path in paths:
-    table = extra.read_table(path, columns)
-    rows += table.to_pylist()
-  found = []
-  for row in sorted(rows, key=lambda row: row['episode_index']):
-    if row['length'] < 1:
-      raise ValueError(
-        f'Episode {row["episode_index"]} of {root} has {row["length"]} steps '
-        'by meta/episodes: leave it out.'
-      )
-    numbers = _path(
-      root, info['data_path'], **{x: row[f'data/{x}'] for x in FILE}
-    )
-    shown = {
-      name: (
-        _path(
-          root,
-          info.get('video_path'),
-          video_key=name,
-          **{x: row[f'videos/{name}/{x}'] for x in FILE},
-        ),
-        float(row[f'videos/{name}/from_timestamp']),
-      )
-      for name in videos
-    }
-    found.append(Episode(row['episode_index'], row['length'], numbers, shown))
-  return tuple(found)
 
 
 def files(data: Dataset, cameras: Sequence[str]) -> list[pathlib.Path]:
@@ -183,38 +127,8 @@ def files(data: Dataset, cameras: Sequence[str]) -> list[pathlib.Path]:
   return [*found]
 
 
-def _path(root: pathlib.Path, template: Any, **names) -> pathlib.Path:
-  """A path of meta/info.json, which may not leave the folder."""
-  try:
-    path = root / str(template).format(**names)
-  except (AttributeError, IndexError, KeyError, ValueError) as error:
-    raise ValueError(
-      f'{root / INFO} has the path {template!r}, which has no meaning here: '
-      'write it anew with LeRobot.'
-    ) from error
-  if not path.resolve().is_relative_to(root.resolve()):
-    raise ValueError(f'{root / INFO} names {path}, outside of the folder.')
-  return path
-
-
-def _tasks(root: pathlib.Path) -> dict[int, str]:
-  """Instructions by number; their column is the index of a pandas table."""
-  path = root / TASKS
-  if not path.is_file():
-    raise FileNotFoundError(f'There is no {path}, which has the instructions.')
-  found = {}
-  for row in extra.read_table(path).to_pylist():
-    texts = [x for x in row.values() if isinstance(x, str)]
-    if len(texts) != 1 or not isinstance(row.get('task_index'), int):
-      raise ValueError(
-        f'{path} has the row {row!r:.80}: expected a text and its task_index.'
-      )
-    found[row['task_index']] = texts[0]
-  return found
-
-
 def numbers(
-  data: Dataset, episodes: Sequence[Episode], names: Sequence[str]
+  data: Dataset, episodes: Sequence[places.Episode], names: Sequence[str]
 ) -> list[dict[str, np.ndarray]]:
   """Columns of episodes, each [T, …] in the order of time.
 
@@ -250,12 +164,14 @@ def numbers(
   return [found[x.index] for x in episodes]
 
 
-def _check_column(data: Dataset, episode: Episode, name: str, x: np.ndarray):
+def _check_column(
+  data: Dataset, episode: places.Episode, name: str, x: np.ndarray
+):
   where = f'Episode {episode.index} of {data.folder}'
   if len(x) != episode.length:
     raise ValueError(
       f'{where} has {len(x)} steps in {episode.numbers.name}, and '
-      f'{episode.length} by meta/episodes: record it again.'
+      f'{episode.length} by meta: record it again.'
     )
   if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
     raise ValueError(

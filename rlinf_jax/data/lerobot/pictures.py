@@ -3,11 +3,11 @@
 import numpy as np
 
 from rlinf_jax.data.episode_files import stored_picture
-from rlinf_jax.data.lerobot import extra, layout
+from rlinf_jax.data.lerobot import extra, layout, places
 
 
 def read(
-  data: layout.Dataset, episode: layout.Episode, camera: str
+  data: layout.Dataset, episode: places.Episode, camera: str
 ) -> np.ndarray:
   """The picture of each step, uint8 [T, rows, columns, 3].
 
@@ -26,7 +26,7 @@ def read(
     if not 0 <= t < episode.length:
       raise ValueError(
         f'Episode {episode.index} of {data.folder} has a picture of step {t}, '
-        f'and {episode.length} steps by meta/episodes: record it again.'
+        f'and {episode.length} steps by meta: record it again.'
       )
     if picture.shape != feature.shape:
       raise ValueError(
@@ -43,18 +43,24 @@ def read(
   return out
 
 
-def _from_video(data: layout.Dataset, episode: layout.Episode, camera: str):
-  """Yields each step and its picture, which is the nearest in time."""
+def _from_video(data: layout.Dataset, episode: places.Episode, camera: str):
+  """Yields each step and its picture, which is the nearest in time.
+
+  A step comes again where a later frame is nearer.
+  """
   path, start = episode.videos[camera]
+  last, distance = -1, 0.0
   for second, frame in extra.decoded(path, start):
-    t = round((second - start) * data.fps)
+    at = (second - start) * data.fps
+    t = round(at)
     if t >= episode.length:
       return
-    if t >= 0:
+    if t >= 0 and (t > last or abs(at - t) < distance):
+      last, distance = t, abs(at - t)
       yield t, frame.to_ndarray(format='rgb24')
 
 
-def _from_column(data: layout.Dataset, episode: layout.Episode, camera: str):
+def _from_column(data: layout.Dataset, episode: places.Episode, camera: str):
   """Yields each step and its picture, which is stored with the numbers."""
   columns = ['frame_index', camera]
   table = extra.read_table(

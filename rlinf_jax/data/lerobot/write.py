@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rlinf_jax.data.episode_files import base
-from rlinf_jax.data.lerobot import extra, layout
+from rlinf_jax.data.lerobot import extra, places, version_3
 
 CODECS = {'libsvtav1': 'av1', 'libx264': 'h264'}  # Encoders and their formats.
 # As LeRobot encodes: every second frame is a key frame, at a fixed quality.
@@ -164,8 +164,8 @@ def _write(root: pathlib.Path, episodes, fps, codec, episodes_a_file):
       frames = (frame for x in part for frame in x.images[camera])
       _encode(path, frames, fps, codec)
   first = NAME.format(chunk_index=0, file_index=0)
-  _write_rows(root / layout.EPISODES / f'{first}.parquet', rows)
-  _write_tasks(root / layout.TASKS, tasks)
+  _write_rows(root / version_3.EPISODES / f'{first}.parquet', rows)
+  _write_tasks(root / version_3.TASKS, tasks)
   _write_info(root, episodes, len(tasks), start, fps, codec)
 
 
@@ -322,7 +322,7 @@ def _write_info(root, episodes, tasks: int, frames: int, fps: int, codec: str):
     **PATHS,
     'features': features,
   }
-  path = root / layout.INFO
+  path = root / places.INFO
   path.parent.mkdir(parents=True, exist_ok=True)
   path.write_text(json.dumps(info, indent=2))
 

@@ -8,7 +8,7 @@ import pytest
 
 import lerobot_folder
 from rlinf_jax.data.episodes import folders, source, statistics
-from rlinf_jax.data.lerobot import layout, pictures, write
+from rlinf_jax.data.lerobot import layout, pictures, places, version_3, write
 from tests.rlinf_jax.data.episodes import source_test
 
 folder = source_test.folder  # The fixture.
@@ -23,14 +23,14 @@ def copied(folder, tmp_path):
 
 
 def change(root: pathlib.Path, **changed):
-  path = root / layout.INFO
+  path = root / places.INFO
   raw = json.loads(path.read_text())
   path.write_text(json.dumps(raw | changed))
 
 
 def test_another_version_is_refused(copied):
-  change(copied, codebase_version='v2.1')
-  with pytest.raises(ValueError, match='of version v2.1 .*convert it'):
+  change(copied, codebase_version='v4.0')
+  with pytest.raises(ValueError, match="of version 'v4.0' .*convert it"):
     source_test.make(str(copied))
 
 
@@ -50,7 +50,7 @@ def test_a_path_out_of_the_folder_is_refused(copied):
 
 
 def test_pictures_of_another_size_are_refused(copied):
-  raw = json.loads((copied / layout.INFO).read_text())
+  raw = json.loads((copied / places.INFO).read_text())
   raw['features'][lerobot_folder.TOP]['shape'] = [3, 96, 128]
   change(copied, features=raw['features'])
   made = source_test.make(str(copied))
@@ -117,18 +117,18 @@ def test_an_episode_without_steps_in_its_file_is_named(copied):
 
 
 def test_an_episode_of_no_steps_is_named(copied):
-  (path,) = (copied / layout.EPISODES).glob('*/*.parquet')
+  (path,) = (copied / version_3.EPISODES).glob('*/*.parquet')
   rows = source_test.parquet.read_table(path).to_pylist()
   rows[1]['length'] = 0
   table = source_test.pyarrow.Table.from_pylist(rows)
   source_test.parquet.write_table(table, path)
-  with pytest.raises(ValueError, match='Episode 1 of .* has 0 steps by meta'):
+  with pytest.raises(ValueError, match='Row 1 of .* episode 1 has 0 steps'):
     layout.read(str(copied))
 
 
 @pytest.mark.parametrize('shape', [[8, 8, 1], [8, 8]])
 def test_a_camera_of_depth_is_left_out(copied, shape):
-  features = json.loads((copied / layout.INFO).read_text())['features']
+  features = json.loads((copied / places.INFO).read_text())['features']
   depth = {'dtype': 'video', 'shape': shape, 'names': None}
   change(copied, features={'observation.images.depth': depth} | features)
   assert source.cameras(str(copied)) == ('image/top', 'image/wrist')
