@@ -309,6 +309,14 @@ def _csv_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _csv_records(reader: csv.DictReader, file: pathlib.Path):
   """Yields what a reader does; its errors name the file and the line."""
   try:
+    names = reader.fieldnames or ()
+    # Nameless columns are the commas at the ends of a spreadsheet's lines.
+    twice = sorted({name for name in names if name and names.count(name) > 1})
+    if twice:
+      raise ValueError(
+        f'{file} line 1 names the columns {config_errors.join_names(twice)} '
+        'more than once: rename or remove the others.'
+      )
     yield from reader
   except csv.Error as error:
     raise ValueError(

@@ -50,6 +50,13 @@ def test_a_field_that_is_too_long_for_csv_names_its_line(tmp_path):
     files.read(str(path))
 
 
+def test_a_column_that_a_csv_file_names_twice_is_refused(tmp_path):
+  path = tmp_path / 'a.csv'
+  path.write_text('prompt,answer,note,answer\na,1,x,2\n')
+  with pytest.raises(ValueError, match=r'line 1 names the columns `answer` mo'):
+    files.read(str(path))
+
+
 BAD_FILES = [
   ('', 'has no rows'),
   ('\n\n', 'has no rows'),
