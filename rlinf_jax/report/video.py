@@ -14,6 +14,9 @@ MAX_BYTES = 300_000  # Of a video: a report contains three.
 FRAME_MS = 120  # Milliseconds that a frame is shown,
 LAST_FRAME_MS = 1500  # and the last one, to show the outcome.
 STRIP, EDGE = 14, 3  # Pixels above a picture, and around it.
+# Pixels of a picture, which is repeated to be as wide: its seed of ten digits
+# and its step are written above it.
+MIN_WIDTH = 108
 INK, PAPER, RUNNING = (70, 76, 88), (255, 255, 255), (190, 194, 202)
 GOOD, BAD = (27, 150, 80), (200, 60, 50)
 # (Frame interval, number of colors), tried in order until a video is small
@@ -95,7 +98,10 @@ def _tile(film, k: int, f: int) -> Image.Image:
   color = GOOD if film['success'][k, f] > 0 else RUNNING
   if over:
     color = GOOD if solved else BAD
-  frame = np.pad(film['frame'][k, f], ((EDGE, EDGE), (EDGE, EDGE), (0, 0)))
+  frame = film['frame'][k, f]
+  times = -(-MIN_WIDTH // frame.shape[1])
+  frame = frame.repeat(times, 0).repeat(times, 1)
+  frame = np.pad(frame, ((EDGE, EDGE), (EDGE, EDGE), (0, 0)))
   edge = np.ones(frame.shape[:2], bool)
   edge[EDGE:-EDGE, EDGE:-EDGE] = False
   frame[edge] = color

@@ -50,6 +50,21 @@ def test_episodes_are_side_by_side_in_order_and_frames_in_time(tmp_path):
       assert np.abs(tile[video.STRIP + 13, 1] - edge).max() <= 24
 
 
+def test_the_seed_of_a_small_picture_does_not_reach_the_number_of_its_step():
+  episodes = film(K=1) | {'time': np.array([[0, 60, 120]])}
+  names = [
+    np.asarray(video.side_by_side(episodes | {'seed': [seed]})[1])
+    for seed in (2**30, 2**30 + 999)
+  ]
+  strips = [name[: video.STRIP] != 255 for name in names]
+  # Columns between both texts are empty, and the step is the same.
+  (seeds, last), (_, other) = (
+    np.split(strip.any((0, 2)), [90]) for strip in strips
+  )
+  assert seeds[:80].any() and not seeds[-3:].any()
+  assert last.any() and (last == other).all()
+
+
 def test_frames_that_cannot_be_drawn_leave_no_file(tmp_path):
   episodes = film()
   episodes['shown'][:] = 0
