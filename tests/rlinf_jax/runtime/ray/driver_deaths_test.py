@@ -1,4 +1,4 @@
-"""A RayRuntime goes on when its processes die, with the same bits."""
+"""A RayRuntime goes on after failures and deaths, with the same bits."""
 
 import contextlib
 import functools
@@ -33,6 +33,22 @@ def pair():
   yield remote, local_
   remote.close()
   local_.close()
+
+
+def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(pair):
+  remote, _ = pair
+  remote.start(driver_test.first())
+  assert remote.step(driver_test.batch(1), driver_test.KEY) == 8
+  for _ in range(2):
+    with pytest.raises(
+      StageError, match=r"Stage check on place 'b' failed in step 2.*than ten"
+    ):
+      remote.step(driver_test.batch(9), driver_test.KEY)
+    with pytest.raises(StageError, match='step 2'):  # The failure is sticky.
+      remote.step(driver_test.batch(1), driver_test.KEY)
+    remote.start(driver_test.first(1.0), 1)
+  assert remote.step(driver_test.batch(2), driver_test.KEY) == 16
+  assert saved.state_of(remote) == 17
 
 
 def test_the_death_of_a_process_with_state_is_reported_in_seconds(pair):

@@ -270,22 +270,6 @@ def batch(x):
   return np.full(4, x, np.float32)
 
 
-def test_a_failure_names_place_stage_and_step_until_a_state_is_loaded(runtimes):
-  remote, _ = runtimes(PAIR, simple)
-  remote.start(first())
-  assert remote.step(batch(1), KEY) == 8
-  for _ in range(2):
-    with pytest.raises(
-      StageError, match=r"Stage check on place 'b' failed in step 2.*than ten"
-    ):
-      remote.step(batch(9), KEY)
-    with pytest.raises(StageError, match='step 2'):  # The failure is sticky.
-      remote.step(batch(1), KEY)
-    remote.start(first(1.0), 1)
-  assert remote.step(batch(2), KEY) == 16
-  assert saved.state_of(remote) == 17
-
-
 def test_a_receive_timeout_names_the_value_and_its_sender(runtimes):
   remote, _ = runtimes(PAIR, simple, receive_timeout=6.0)
   remote.start(first())
