@@ -69,6 +69,7 @@ def source(
   chunk: ranges.PositiveInt = 8,
   window_rows: ranges.PositiveInt = 1024,
   held_out_episodes: ranges.PositiveInt = 1,
+  held_out_split: str | None = None,
   held_out_rows: ranges.PositiveInt = 128,
   held_out_batch: ranges.PositiveInt = 32,
   evaluation: base.Source | None = None,
@@ -98,7 +99,11 @@ def source(
       their row, before they are normalized, see `relative_actions.mask`.
     chunk: Z, actions of a row.
     window_rows: most steps of a window.
-    held_out_episodes: the last episodes, which are not trained on.
+    held_out_episodes: how many of the last episodes are evaluated on. They are
+      not trained on.
+    held_out_split: the split of an RLDS data set of which these are, such as
+      'val'. All episodes of the split 'train' are then trained on. None if they
+      are of the split 'train'.
     held_out_rows: steps of them that evaluations score, at equal distances.
     held_out_batch: steps of a batch of evaluation.
     evaluation: a source whose held-out batches are used, such as seeds of
@@ -113,22 +118,23 @@ def source(
   vectors = [action, *([state] if state else ())]
   for name in vectors:
     data.check_feature(name, 'vector', pictures=False)
-  train = data.episodes[:-held_out_episodes]
-  if not train:
-    raise ValueError(
-      f'{folder} has {len(data.episodes)} episodes, and {held_out_episodes} of '
-      'them are held out: record more, or lower `held_out_episodes`.'
+  other = data
+  if held_out_split not in (None, folders.TRAIN):
+    other = folders.read(folder, held_out_split)
+  train = _train_episodes(data, held_out_episodes if other is data else 0)
+  load, load_held_out = (
+    functools.partial(
+      _load,
+      part,
+      shown,
+      action,
+      state,
+      relative_actions,
+      chunk,
+      _prompts(part, instructions),
+      normalize,
     )
-  load = functools.partial(
-    _load,
-    data,
-    shown,
-    action,
-    state,
-    relative_actions,
-    chunk,
-    _prompts(data, instructions),
-    normalize,
+    for part in (data, other)
   )
   stream = windows.Windows(
     [x.length for x in train],
@@ -136,11 +142,14 @@ def source(
     lambda window: load([train[i] for i in window]),
   )
 
-  files = source_files.Files([folder], np.array([data.digest(shown)]))
+  files = [
+    source_files.Files([part.path], np.array([part.digest(shown)]))
+    for part in ([data] if other is data else [data, other])
+  ]
 
   def init(seed):
     state = {'seed': np.array(seed), 'batch': np.array(0)}
-    return {**state, **source_files.entries(files)}
+    return {**state, **source_files.entries(*files)}
 
   def next_batch(now, metrics):
     del metrics  # There is no curriculum.
@@ -150,15 +159,32 @@ def source(
 
   @functools.cache
   def held_out():
-    kept = load(data.episodes[-held_out_episodes:])
+    kept = load_held_out(other.episodes[-held_out_episodes:])
     return _batches(kept, held_out_rows, held_out_batch)
 
   return base.Source(
     init,
     next_batch,
     evaluation.held_out if evaluation else held_out,
-    check=source_files.checker(files),
+    check=source_files.checker(*files),
   )
+
+
+def _train_episodes(
+  data: base_lib.Folder, held_out: int
+) -> Sequence[base_lib.Episode]:
+  """All episodes but the last ones.
+
+  Raises:
+    ValueError: if none is left.
+  """
+  count = len(data.episodes) - held_out
+  if count < 1:
+    raise ValueError(
+      f'{data.path} has {len(data.episodes)} episodes, and {held_out} of them '
+      'are held out: record more, or lower `held_out_episodes`.'
+    )
+  return data.episodes[:count]
 
 
 def _batches(

@@ -18,7 +18,6 @@ from rlinf_jax.data.rlds import records, schema
 from stages.models.files import weights
 
 FEATURES, INFO = 'features.json', 'dataset_info.json'
-SPLIT = 'train'
 NAME = '{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}'  # By default.
 TASK = 'task_index'
 # The cameras of an episode are read one after the other.
@@ -41,8 +40,8 @@ class Episode(NamedTuple):
   numbers: dict[str, np.ndarray]
 
 
-def read(root: pathlib.Path) -> base.Folder:
-  """Describes the episodes of the split 'train', with all of their steps.
+def read(root: pathlib.Path, split: str) -> base.Folder:
+  """Describes the episodes of a split, such as 'train', with all their steps.
 
   Each record is read once, for its instruction and its numbers, which stay in
   memory. As in OpenVLA, the last step of an episode is one like all others.
@@ -56,12 +55,12 @@ def read(root: pathlib.Path) -> base.Folder:
   tasks: dict[str, int] = {}
   found = []
   info = _info(root)
-  paths = [*_files(root, info)]
+  paths = [*_files(root, info, split)]
   for path in paths:
     for record in records.find(path):
       found.append(_episode(len(found), record, described, tasks))
   if not found:
-    raise ValueError(f'{root} has no episodes in its split {SPLIT!r}.')
+    raise ValueError(f'{root} has no episodes in its split {split!r}.')
   return base.Folder(
     root,
     info['name'],  # That of the folder is a version.
@@ -97,7 +96,7 @@ def _info(root: pathlib.Path) -> Mapping[str, Any]:
 
 
 def _files(
-  root: pathlib.Path, raw: Mapping[str, Any]
+  root: pathlib.Path, raw: Mapping[str, Any], split: str
 ) -> Iterator[pathlib.Path]:
   """Yields the files of the split, as dataset_info.json counts them.
 
@@ -114,17 +113,17 @@ def _files(
   splits = raw.get('splits')
   splits = splits if isinstance(splits, list) else []
   known = {x.get('name'): x for x in splits if isinstance(x, Mapping)}
-  lengths = known.get(SPLIT, {}).get('shardLengths')
+  lengths = known.get(split, {}).get('shardLengths')
   if not isinstance(lengths, list):
     raise ValueError(
-      f'{path} does not name the files of a split {SPLIT!r}; it has the splits '
+      f'{path} does not name the files of a split {split!r}; it has the splits '
       f'{", ".join(map(str, known)) or "none"}.'
     )
-  template = known[SPLIT].get('filepathTemplate') or NAME
+  template = known[split].get('filepathTemplate') or NAME
   for shard in range(len(lengths)):
     values = {
       'DATASET': raw['name'],
-      'SPLIT': SPLIT,
+      'SPLIT': split,
       'FILEFORMAT': kind,
       'SHARD_X_OF_Y': f'{shard:05d}-of-{len(lengths):05d}',
     }

@@ -286,6 +286,10 @@ def test_an_error_of_the_thread_reaches_the_run():
     ({'state': 'observation.torque'}, 'no vector .*torque.*observation.state'),
     ({'action': lerobot_folder.TOP}, 'no vector .*top'),
     ({'held_out_episodes': 5}, 'has 5 episodes, and 5 of them are held out'),
+    (
+      {'held_out_split': 'val'},
+      "LeRobot folder, which has no split 'val'",
+    ),
   ],
 )
 def test_a_name_that_the_folder_lacks_is_refused(folder, settings, message):

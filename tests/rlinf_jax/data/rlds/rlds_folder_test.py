@@ -100,6 +100,43 @@ def test_a_source_gives_steps_with_the_actions_after_them(want):
   assert source.cameras(str(OWN)) == ('image/image', 'image/wrist_image')
 
 
+def make(folder, **settings):
+  return source.source(
+    str(folder),
+    batch_size=4,
+    instructions=lerobot_folder.numbered,
+    normalize=lambda x: x,
+    chunk=1,
+    **settings,
+  )
+
+
+def test_a_split_is_held_out_that_is_not_trained_on(tmp_path, want):
+  folder = copy(tmp_path)
+  # Two episodes of the split 'train' are also the split 'val'.
+  val = folder / SHARD.replace('train', 'val').replace('00002', '00001')
+  shutil.copy(folder / SHARD, val)
+  shards = lambda x: x['splits'][1].update(shardLengths=['2'])
+  edit(folder / 'dataset_info.json', shards)
+  made = make(folder, held_out_split='val')
+  states = np.concatenate([x.obs['state'] for x in made.held_out()])
+  np.testing.assert_array_equal(states, want['1/state'])
+  state, rows = made.init(0), []
+  for _ in range(25):  # Four epochs of the 25 steps of all five episodes.
+    state, batch = made.next(state, {})
+    rows += batch.obs['state'].tolist()
+  assert len({*map(tuple, rows)}) == 25
+  (batch,) = make(folder, held_out_split='train').held_out()
+  np.testing.assert_array_equal(batch.obs['state'], want['4/state'])
+  make(folder, held_out_split='val').check(state)
+  folders.read.cache_clear()
+  shutil.copy(folder / SHARD.replace('00000-', '00001-'), val)
+  with pytest.raises(ValueError, match='be evaluated on other rows'):
+    make(folder, held_out_split='val').check(state)
+  with pytest.raises(ValueError, match="a split 'test'; it has .*train, val"):
+    make(folder, held_out_split='test')
+
+
 @pytest.mark.parametrize('at', [0, 9, 40, -60, -2])
 def test_a_damaged_byte_is_found(tmp_path, at):
   path = copy(tmp_path) / SHARD
