@@ -1,6 +1,8 @@
 """Command lines of programs: flags, operands, and errors in a sentence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+import contextlib
+import os
 import pathlib
 import sys
 
@@ -59,10 +61,25 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     flags.Error: for a flag or a value that there is not.
   """
   try:
-    return flags.FLAGS(list(argv))
+    with reader_may_leave():
+      return flags.FLAGS(list(argv))
   except SystemExit:
     # absl has printed the help that was asked for, and would end with an error.
     sys.exit(0)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+  """Ends the process, without an error, if nothing reads what it prints.
+
+  Such as with `| head`, once it has read enough.
+  """
+  try:
+    yield
+  except BrokenPipeError:
+    # Python would write the rest at its exit, and fail.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit()
 
 
 def refuse(message: str):

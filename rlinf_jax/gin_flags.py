@@ -64,9 +64,10 @@ def parse(argv: Sequence[str]) -> list[str]:
     if any(arg in HELP for arg in argv) and (files := _gin_files(argv)):
       for file in files:
         recipe_files.check(file)
-      print(describe(files))
-      print(f'\n{describe_parameters(files)}')
-      print('\nOther flags, of every recipe: --help without --gin_file.')
+      other = 'Other flags, of every recipe: --help without --gin_file.'
+      texts = describe(files), describe_parameters(files), other
+      with command_line.reader_may_leave():
+        print(*texts, sep='\n\n', flush=True)
       sys.exit()
     words = [argv[0], *map(as_binding, argv[1:])]
     _, *rest = command_line.parse_flags(words)

@@ -1,3 +1,6 @@
+import os
+import sys
+
 import pytest
 
 import front_door
@@ -123,3 +126,13 @@ def test_the_command_line_answers_in_a_sentence(how, args, code, message):
   assert done.returncode == code, done.stderr
   assert message in (done.stderr if code else done.stdout)
   assert 'Traceback' not in done.stderr
+
+
+def test_help_whose_reader_has_left_ends_without_an_error(monkeypatch):
+  read, write = os.pipe()
+  os.close(read)  # As `head` does after its last line.
+  with os.fdopen(write, 'w') as left:
+    monkeypatch.setattr(sys, 'stdout', left)
+    with pytest.raises(SystemExit) as ended:
+      gin_flags.parse(['x', '--gin_file=gin_configs/grpo_math.gin', '--help'])
+  assert not ended.value.code
