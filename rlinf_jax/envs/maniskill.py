@@ -8,14 +8,25 @@ Vulkan device. For ManiSkill's vectorized simulation on a GPU see `vector`.
 from collections.abc import Callable, Mapping, Sequence
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rlinf_jax.envs import settings as settings_lib
-from rlinf_jax.envs import simulator
+from rlinf_jax.envs import simulator, task_turns
+from rlinf_jax.envs.put_on_plate import kinds as kinds_lib
 
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
+INSTRUCTION_SIZE = 128  # Bytes of an instruction.
+# Instructions of ManiSkill's own tasks; those of an episode are asked of it.
+INSTRUCTIONS = {
+  'PutCarrotOnPlateInScene-v1': 'put carrot on plate',
+  'PutEggplantInBasketScene-v1': 'put eggplant into yellow basket',
+  'PutSpoonOnTableClothInScene-v1': 'put the spoon on the towel',
+  'StackGreenCubeOnYellowCubeBakedTexInScene-v1': (
+    'stack the green block on the yellow block'
+  ),
+}
 
 
 @settings_lib.passes_settings_to(lambda: make)
@@ -24,38 +35,59 @@ def env(
   num_envs: simulator.PositiveInt,
   num_processes: simulator.PositiveInt = 1,
   *,
+  kinds: str | Sequence[str] | None = None,
   instruction: str | None = None,
   instructions: Callable[[Sequence[str]], Any] | None = None,
   **settings,
 ):
   """An Env of `num_envs` environments of a task, in processes of their own.
 
+  Of 'PutOnPlate-v1', evaluations report the success with each kind of object.
+
   Args:
     task: such as 'PushCube-v1'.
     num_envs: how many environments.
     num_processes: to spread them over.
-    instruction: what is to be done, in words, as ManiSkill does not say it.
+    kinds: of objects, as for `make`.
+    instruction: what is to be done, in words, in every episode; None for what
+      the task says of each.
     instructions: encodes texts as tokens, such as `instructions.pi05`.
-      Observations with images then have those of `instruction` under 'prompt'.
+      Observations with images then have those of their episode under 'prompt'.
     **settings: those of `rlinf_jax.envs.processes.pool.EnvPool` by
       their names there, all others of `make`.
 
   Raises:
-    ValueError: if only one of `instruction` and `instructions` is given.
+    ValueError: for an instruction without an encoder, and for an encoder
+      without an instruction where the task says none.
   """
   from rlinf_jax.envs import env_pool  # Not in a worker: it imports JAX.
 
-  if (instruction is None) != (instructions is None):
+  if instruction is not None and instructions is None:
     raise ValueError(
-      f'{task!r} has the instruction {instruction!r} and the encoder '
-      f'{instructions}: give both, or neither.'
+      f'{task!r} has the instruction {instruction!r} and no encoder: bind '
+      '`instructions`, too, or neither.'
+    )
+  texts = _texts(task, kinds) if instruction is None else [instruction]
+  if instructions is not None and not texts:
+    raise ValueError(
+      f'{task!r} does not say what is to be done: give it an `instruction`.'
     )
   if instructions is not None:
-    prompt = instructions([instruction])
-    settings['prompt'] = {
-      name: np.asarray(x)[0] for name, x in prompt._asdict().items()
+    rows = task_turns.prompts(instructions, texts)
+    settings['prompts'] = {
+      text: {name: x[i] for name, x in rows.items()}
+      for i, text in enumerate(texts)
     }
-  return env_pool.env(make, num_envs, num_processes, task=task, **settings)
+  settings |= {'task': task, 'kinds': kinds, 'instruction': instruction}
+  made = env_pool.env(make, num_envs, num_processes, **settings)
+  return kinds_lib.scored(made, kinds) if task == kinds_lib.TASK else made
+
+
+def _texts(task: str, kinds: str | Sequence[str] | None) -> list[str]:
+  """All that a task may say is to be done; nothing if it says none."""
+  if task == kinds_lib.TASK:
+    return [kinds_lib.instruction(x) for x in kinds_lib.named(kinds)]
+  return [INSTRUCTIONS[task]] if task in INSTRUCTIONS else []
 
 
 def make(
@@ -65,29 +97,44 @@ def make(
   control_mode: str = 'pd_joint_delta_pos',
   reward_mode: str = 'normalized_dense',
   horizon: simulator.PositiveInt | None = None,
+  kinds: str | Sequence[str] | None = None,
   images: bool = False,
   image_size: simulator.PositiveInt = 128,
   video: bool = False,
-  prompt: Mapping[str, np.ndarray] | None = None,
+  instruction: str | None = None,
+  prompts: Mapping[str, Mapping[str, np.ndarray]] | None = None,
   **settings,
 ) -> simulator.Environment:
   """Builds one environment; those of a task do not depend on the index.
 
   The observation is one vector, the full state. With `images` it is a dict:
-  'image' by camera, 'state' of the robot alone, and 'prompt' if it is given.
+  'image' by camera, 'state' of the robot alone, and, where there is an
+  instruction, its tokens under 'prompt', or without `prompts` 'instruction',
+  UTF-8 bytes padded with zeros.
 
   Args:
     index: of the environment.
-    task: such as 'PushCube-v1'.
+    task: such as 'PushCube-v1', or 'PutOnPlate-v1', see `put_on_plate.scene`.
     control_mode: ManiSkill's name of how actions move the robot.
-    reward_mode: 'normalized_dense', at most 1 a step, 'dense', or 'sparse'.
+    reward_mode: 'normalized_dense', at most 1 a step, 'dense', 'sparse', or
+      one of the task's own.
     horizon: steps after which an episode is truncated; None for the task's own.
+    kinds: of objects in 'PutOnPlate-v1': 'train', 'held_out', 'all', or names;
+      None for 'train', and for other tasks.
     images: whether observations have images of the task's cameras.
     image_size: their edge, in pixels.
     video: whether evaluations are recorded, by a camera of the task that is
       not the robot's. Where nothing can render, there is no video.
-    prompt: tokens of an instruction and their mask; None for none.
-    **settings: further arguments of ManiSkill's environments.
+    instruction: as for `env`.
+    prompts: tokens of instructions and their mask, by their text; None for
+      none.
+    **settings: further arguments of ManiSkill's environments, such as
+      `num_distractors` of 'PutOnPlate-v1'.
+
+  Raises:
+    UnavailableError: if ManiSkill, the task, its assets or a renderer are
+      missing, or the task says what `prompts` do not have.
+    ValueError: for kinds of objects in another task.
   """
   del index
   registration = _installed(task)
@@ -104,6 +151,13 @@ def make(
   if horizon is None:
     raise simulator.UnavailableError(
       f'Episodes of {task!r} have no limit of steps: give it a `horizon`.'
+    )
+  if task == kinds_lib.TASK:
+    settings['kinds'] = kinds_lib.named(kinds)
+  elif kinds is not None:
+    raise ValueError(
+      f'{task!r} has no kinds of objects, and {kinds!r} are given: bind '
+      '`kinds = None`.'
     )
   # Without a GPU, ManiSkill renders by a software Vulkan device.
   render = {'obs_mode': 'rgb' if images else 'state', 'render_backend': 'none'}
@@ -124,7 +178,42 @@ def make(
     sim_backend='physx_cpu',
     **(render | settings),
   )
-  return ManiSkill(env, horizon, video, prompt if images else None)
+  words = Words(env, instruction, prompts) if images else None
+  return ManiSkill(env, horizon, video, words)
+
+
+class Words(NamedTuple):
+  """The instruction in observations of an environment.
+
+  Attributes:
+    env: ManiSkill's environment.
+    text: the instruction of every episode; None for what the environment says.
+    prompts: as for `make`.
+  """
+
+  env: Any
+  text: str | None
+  prompts: Mapping[str, Mapping[str, np.ndarray]] | None
+
+  def of_episode(self) -> simulator.Tree:
+    """A part of the running episode's observations; empty without a text.
+
+    Raises:
+      UnavailableError: for a text without tokens.
+    """
+    says = getattr(self.env, 'get_language_instruction', None)
+    text = says()[0] if self.text is None and says else self.text
+    if text is None:
+      return {}
+    if self.prompts is None:
+      row = text.encode()[:INSTRUCTION_SIZE].ljust(INSTRUCTION_SIZE, b'\0')
+      return {'instruction': np.frombuffer(row, np.uint8)}
+    if text not in self.prompts:
+      raise simulator.UnavailableError(
+        f'The task says {text!r}, and tokens are given of {[*self.prompts]}: '
+        'give the text as `instruction`.'
+      )
+    return {'prompt': dict(self.prompts[text])}
 
 
 class ManiSkill:
@@ -135,7 +224,7 @@ class ManiSkill:
     env: Any,
     horizon: int,
     video: bool,
-    prompt: Mapping[str, np.ndarray] | None = None,
+    words: Words | None = None,
   ):
     """Reads the spaces.
 
@@ -143,10 +232,10 @@ class ManiSkill:
       env: ManiSkill's.
       horizon: maximum steps of an episode.
       video: whether it is rendered for people.
-      prompt: part of each observation, which is then a dict; None for none.
+      words: a part of each observation, which is then a dict; None for none.
     """
-    self._env, self._time = env, 0
-    self._words = {'prompt': dict(prompt)} if prompt else {}
+    self._env, self._time, self._words = env, 0, words
+    self._said = words.of_episode() if words else {}
     space = env.single_action_space
     image = simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8')
     self.spec = simulator.Spec(
@@ -163,6 +252,7 @@ class ManiSkill:
   def reset(self, seed: int) -> simulator.Tree:
     self._time = 0
     obs, _ = self._env.reset(seed=seed)
+    self._said = self._words.of_episode() if self._words else {}
     return self._with_words(_obs(obs))
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
@@ -188,12 +278,11 @@ class ManiSkill:
     self._env.close()
 
   def _with_words(self, obs: simulator.Tree, of=lambda x: x) -> simulator.Tree:
-    """An observation with the prompt, each array of which is `of` it."""
-    words = {
-      key: {name: of(x) for name, x in prompt.items()}
-      for key, prompt in self._words.items()
-    }
-    return obs | words if words else obs
+    """An observation with the instruction, each array of which is `of` it."""
+    if not self._said:
+      return obs
+    said = {path: of(x) for path, x in simulator.leaves(self._said).items()}
+    return obs | simulator.tree(said)
 
 
 def _obs_arrays(space) -> simulator.Tree:
@@ -238,6 +327,8 @@ def _installed(task: str):
   try:
     import mani_skill.envs  # noqa: F401 It registers tasks.
     from mani_skill.utils import download_asset, registration
+
+    from rlinf_jax.envs.put_on_plate import scene  # noqa: F401 Likewise.
   except ImportError as error:
     raise simulator.UnavailableError(
       f'{task!r} needs ManiSkill ({error}): pip install '

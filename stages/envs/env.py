@@ -82,7 +82,8 @@ class Env(NamedTuple):
       Evaluations then report the success in each.
     task: `state -> task_B`: the number of each environment's task in `tasks`,
       int32 [B]; the state of a simulator is its token. None without `tasks`.
-    task_group_size: adjacent environments that have one of `tasks`.
+    task_group_size: adjacent environments that have one of `tasks`; 0 where
+      the seed of an episode decides, which groups of episodes share.
     equal_rows: the rows of an evaluation are a multiple of it; others are
       refused, as some of `tasks` would have more of them.
   """

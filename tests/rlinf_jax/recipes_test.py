@@ -5,7 +5,6 @@ import itertools
 import os
 import pathlib
 import string
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import pictured_push
 from rlinf_jax import train
 from rlinf_jax.config import config
 from rlinf_jax.data.lerobot import write
-from rlinf_jax.envs import env_pool, simulator
+from rlinf_jax.envs import simulator
 from rlinf_jax.prepare import tiny_vla, warm_start
 from rlinf_jax.runtime import flows as flows_lib
 from stages import workflows
@@ -222,8 +221,8 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *openvla_rl_bindings(folder / 'model')]
   if 'pi05_maniskill' in name + text or 'ppo_openvla_maniskill' in name:
     # They read pictures, and few machines can render them.
-    stack.enter_context(
-      mock.patch.object(env_pool, 'env', pictured_push.pool_env)
+    pictured_push.replace_pools(
+      stack.enter_context(pytest.MonkeyPatch.context())
     )
   if 'oft_libero' in name:
     bindings = [*bindings, *oft_libero_bindings(folder / 'model')]

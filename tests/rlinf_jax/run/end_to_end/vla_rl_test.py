@@ -13,7 +13,7 @@ from safetensors import numpy as files
 import pictured_push
 from rlinf_jax import train
 from rlinf_jax.config import config
-from rlinf_jax.envs import env_pool, libero_files, maniskill, simulator
+from rlinf_jax.envs import libero_files, maniskill, simulator
 from rlinf_jax.prepare import tiny_vla
 from stages.language import tokens
 from stages.models.vision import vit
@@ -111,13 +111,13 @@ def pictures_of_maniskill() -> bool:
 
 
 @pytest.mark.parametrize('world', ['push', 'maniskill'])
-def test_ppo_of_pi05_acts_by_pictures_and_a_constant_instruction(
+def test_ppo_of_pi05_acts_by_pictures_and_instructions(
   world, tmp_path, monkeypatch
 ):
   actions = 7
   if world == 'push':
     actions = pictured_push.ACTIONS
-    monkeypatch.setattr(env_pool, 'env', pictured_push.pool_env)
+    pictured_push.replace_pools(monkeypatch)
   elif not pictures_of_maniskill():
     pytest.skip('ManiSkill is not installed, or has no Vulkan device.')
   model = tmp_path / 'given'
@@ -189,7 +189,7 @@ def test_ppo_of_openvla_trains_adapters_and_exports_them_merged(
   actions, camera = 7, 'image/base_camera'
   if world == 'push':
     actions, camera = pictured_push.ACTIONS, 'image/table'
-    monkeypatch.setattr(env_pool, 'env', pictured_push.pool_env)
+    pictured_push.replace_pools(monkeypatch)
   elif not pictures_of_maniskill():
     pytest.skip('ManiSkill is not installed, or has no Vulkan device.')
   model = tmp_path / 'given'

@@ -1,0 +1,1 @@
+"""ManiSkill: what was learned there, and a script that demonstrates a task."""
