@@ -49,8 +49,8 @@ def raw_config(checkpoint) -> tuple[Any, pathlib.Path]:
     )
   if not path.is_file():
     raise weights.CheckpointError(
-      f'There is no checkpoint at {checkpoint}: {path} was not found. Give the '
-      'folder of a model in Hugging Face format.'
+      f'There is no checkpoint at {checkpoint}: {path} was not found. '
+      f'{weights.where_to_get(checkpoint)}'
     )
   return weights.read_json(path), path
 

@@ -11,6 +11,7 @@ import zlib
 import numpy as np
 
 from stages import base
+from stages.models.files import weights
 
 END = '<|endoftext|>'
 
@@ -37,8 +38,8 @@ def load_tokenizer(checkpoint: str):
   folder = pathlib.Path(checkpoint)
   if not folder.is_dir():
     raise ValueError(
-      f'There is no checkpoint at {checkpoint}: give the folder of a model in '
-      'Hugging Face format.'
+      f'There is no checkpoint at {checkpoint}. '
+      f'{weights.where_to_get(checkpoint)}'
     )
   # Without it, `transformers` makes a tokenizer of one token.
   groups = [[folder / name for name in group] for group in VOCABULARIES]

@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import pathlib
+import re
 from typing import Any
 import weakref
 
@@ -30,6 +31,7 @@ MOST_BYTES = 2**28  # Of a file in JSON: a larger one is none of a checkpoint.
 MOST_LISTED = 10_000  # Missing tensors that are looked up by name.
 # Weights in other formats.
 OTHER_FORMATS = ('*.gguf', '*.bin', '*.pt', '*.pth', '*.ckpt', '*.h5', '*.npz')
+HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+')
 
 
 class CheckpointError(ValueError):
@@ -107,6 +109,24 @@ def _indexed(path: pathlib.Path) -> list[str]:
       'folder: do not trust this checkpoint.'
     )
   return sorted({*names})
+
+
+def where_to_get(checkpoint: str | pathlib.Path) -> str:
+  """The advice of a message about a checkpoint that is no folder of a model."""
+  path = pathlib.Path(checkpoint)
+  ggufs = [path] if path.suffix == '.gguf' else sorted(path.glob('*.gguf'))
+  if ggufs and ggufs[0].is_file():
+    return (
+      'Convert the GGUF file by `python -m rlinf_jax.prepare.gguf_model '
+      f'{ggufs[0]} FOLDER`, and give FOLDER.'
+    )
+  advice = 'Give the folder of a model in Hugging Face format'
+  if HUB_NAME.fullmatch(str(checkpoint)) and not path.parent.exists():
+    advice += (
+      '; a model of this name on huggingface.co is downloaded by `hf download '
+      f'{checkpoint} --local-dir FOLDER`'
+    )
+  return f'{advice}.'
 
 
 def _no_tensors(folder: pathlib.Path) -> str:
