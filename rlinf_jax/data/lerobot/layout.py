@@ -99,7 +99,7 @@ def _major(info: Mapping[str, Any]) -> str:
 
 
 def _feature(name: str, raw: Any) -> base.Feature | None:
-  """A feature, or None for pictures without three colors, such as of depth.
+  """A feature, or None for pictures without three colors, or of depth.
 
   Pictures may have their colors first or last.
   """
@@ -111,11 +111,22 @@ def _feature(name: str, raw: Any) -> base.Feature | None:
       'write it anew with LeRobot.'
     ) from error
   if dtype in base.PICTURES:
-    if len(shape) != 3 or 3 not in (shape[0], shape[-1]):
+    if len(shape) != 3 or 3 not in (shape[0], shape[-1]) or _is_depth(raw):
       return None
     if shape[-1] != 3:
       shape = (*shape[1:], shape[0])
   return base.Feature(dtype, shape)
+
+
+def _is_depth(raw: Mapping[str, Any]) -> bool:
+  """Whether a camera's pictures are of depth, stored as if they had colors."""
+  for name in 'info', 'video_info':
+    details = raw.get(name)
+    if isinstance(details, Mapping) and (
+      details.get('video.is_depth_map') or details.get('is_depth_map')
+    ):
+      return True
+  return False
 
 
 def files(data: Dataset, cameras: Sequence[str]) -> list[pathlib.Path]:

@@ -126,10 +126,19 @@ def test_an_episode_of_no_steps_is_named(copied):
     layout.read(str(copied))
 
 
-@pytest.mark.parametrize('shape', [[8, 8, 1], [8, 8]])
-def test_a_camera_of_depth_is_left_out(copied, shape):
+@pytest.mark.parametrize(
+  'described',
+  [
+    {'shape': [8, 8, 1]},
+    {'shape': [8, 8]},
+    {'shape': [8, 8, 3], 'info': {'video.is_depth_map': True}},
+    {'shape': [8, 8, 3], 'video_info': {'video.is_depth_map': True}},
+    {'shape': [8, 8, 3], 'info': {'is_depth_map': True}},
+  ],
+)
+def test_a_camera_of_depth_is_left_out(copied, described):
   features = json.loads((copied / places.INFO).read_text())['features']
-  depth = {'dtype': 'video', 'shape': shape, 'names': None}
+  depth = {'dtype': 'video', 'names': None} | described
   change(copied, features={'observation.images.depth': depth} | features)
   assert source.cameras(str(copied)) == ('image/top', 'image/wrist')
   made = source_test.make(str(copied))
