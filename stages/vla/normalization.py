@@ -2,7 +2,8 @@
 
 π0 was trained on (x − mean) / std of its data set, and π0.5 on numbers that are
 −1 and 1 at the quantiles q01 and q99. Neither is clipped, as in openpi. A
-checkpoint of openpi has these statistics in assets/NAME/norm_stats.json.
+checkpoint of openpi has these statistics in assets/NAME/norm_stats.json, one of
+LeRobot in its processors, which also tell how they are used.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +16,19 @@ from jaxtyping import Array, Float
 import numpy as np
 
 from stages.models.files import weights
+from stages.vla import lerobot_processors
 
 ASSETS, FILE = 'assets', 'norm_stats.json'
 EPSILON = 1e-6  # Added to a standard deviation, or to q99 − q01.
+
+RELATIVE = 'relative_actions'  # Beside the statistics in this file.
+# The statistics that a mode of LeRobot needs.
+MODES = {
+  'MEAN_STD': ('mean', 'std'),
+  'QUANTILES': ('q01', 'q99'),
+  'QUANTILE10': ('q10', 'q90'),
+  'MIN_MAX': ('min', 'max'),
+}
 
 Part = Literal['state', 'actions']
 
@@ -49,7 +60,8 @@ def of(norm_stats: Any, part: Part, *, quantiles: bool) -> Normalization:
 
   Args:
     norm_stats: statistics of 'state' and 'actions', each with 'mean' and 'std',
-      or 'q01' and 'q99', as in norm_stats.json.
+      or 'q01' and 'q99', as in norm_stats.json. Those of LeRobot have their
+      'mode', which counts then, and 'eps'.
     part: which of them.
     quantiles: whether by quantiles, as π0.5; otherwise by mean and standard
       deviation, as π0.
@@ -58,8 +70,17 @@ def of(norm_stats: Any, part: Part, *, quantiles: bool) -> Normalization:
     ValueError: if they are missing or no numbers.
   """
   entry = norm_stats.get(part) if isinstance(norm_stats, Mapping) else None
-  names = ('q01', 'q99') if quantiles else ('mean', 'std')
+  mode = entry.get('mode') if isinstance(entry, Mapping) else None
+  if mode == 'IDENTITY':
+    return _as_they_are(entry, part)
+  if mode is not None and mode not in MODES:
+    raise ValueError(
+      f'The mode of the statistics of {part!r} is {mode!r}, and these are '
+      f'known: {", ".join((*MODES, "IDENTITY"))}.'
+    )
+  names = MODES[mode or ('QUANTILES' if quantiles else 'MEAN_STD')]
   model = 'π0.5' if quantiles else 'π0'
+  in_ranges = names != MODES['MEAN_STD']
   if not isinstance(entry, Mapping) or not {*names} <= {*entry}:
     found = [*entry] if isinstance(entry, Mapping) else norm_stats
     raise ValueError(
@@ -72,16 +93,34 @@ def of(norm_stats: Any, part: Part, *, quantiles: bool) -> Normalization:
       raise ValueError(f'shapes {[*first.shape]} and {[*second.shape]}')
     if not (np.isfinite(first) & np.isfinite(second)).all():
       raise ValueError('not finite')
-    if (second < (first if quantiles else 0.0)).any():
+    if (second < (first if in_ranges else 0.0)).any():
       raise ValueError('a range or a standard deviation below zero')
   except (TypeError, ValueError) as error:
     raise ValueError(
       f'The statistics {names[0]!r} and {names[1]!r} of {part!r} are not two '
       f'lists of as many numbers ({error}): compute them again.'
     ) from error
-  unit = (second - first + EPSILON) / 2.0 if quantiles else second + EPSILON
-  value = -1.0 if quantiles else 0.0
+  eps = EPSILON if mode is None else float(entry.get('eps', EPSILON))
+  unit = second + eps
+  if in_ranges:
+    width = second - first
+    # LeRobot replaces an empty range, where openpi widens all of them.
+    width = width + eps if mode is None else np.where(width == 0, eps, width)
+    unit = width / 2.0
+  value = -1.0 if in_ranges else 0.0
   return Normalization(np.float32(first), np.float32(unit), value)
+
+
+def _as_they_are(entry: Mapping, part: str) -> Normalization:
+  """The normalization of what LeRobot leaves as it is."""
+  shape = entry.get('shape')
+  if not isinstance(shape, list) or len(shape) != 1:
+    raise ValueError(
+      f'The mode of the statistics of {part!r} is IDENTITY, and their shape is '
+      f'{shape!r}, expected that of a vector.'
+    )
+  (width,) = shape
+  return Normalization(np.zeros(width, 'f4'), np.ones(width, 'f4'), 0.0)
 
 
 def normalizer(norm_stats: Any, *, quantiles: bool) -> Callable:
@@ -96,7 +135,13 @@ def read(
 
   Args:
     checkpoint: its folder.
-    asset: name of the data set; None if the folder has those of one only.
+    asset: name of the data set; None if the folder has those of one only, or
+      those of LeRobot.
+
+  Returns:
+    Statistics of 'state' and 'actions'. If the folder tells that actions are
+    relative to the state, 'relative' of the latter has a truth value for each
+    number.
 
   Raises:
     CheckpointError: if there are none of this name, or several.
@@ -108,6 +153,10 @@ def read(
     for x in root.rglob(FILE)
   )
   names = ', '.join(found) or 'none'
+  if not found and asset is None:
+    stored = lerobot_processors.read(checkpoint)
+    if stored is not None:
+      return stored
   if asset is None and len(found) != 1:
     raise weights.CheckpointError(
       f'{checkpoint} has statistics of {names} in {ASSETS}, and those of one '
@@ -126,14 +175,28 @@ def read(
       f'{root / name / FILE} holds {raw!r:.60}, expected an object with '
       "'norm_stats': copy it again."
     )
-  return dict(stats)
+  stats = dict(stats)
+  if raw.get(RELATIVE) and isinstance(stats.get('actions'), Mapping):
+    stats['actions'] = {**stats['actions'], 'relative': raw[RELATIVE]}
+  return stats
 
 
 def write(folder: str | pathlib.Path, asset: str, norm_stats: Mapping):
-  """Writes statistics into the folder of a checkpoint."""
+  """Writes statistics into the folder of a checkpoint, as openpi has them.
+
+  Those with a mode of LeRobot are left out, as openpi would read them in
+  another one; see `lerobot_processors.write`.
+  """
+  if any('mode' in x for x in norm_stats.values() if isinstance(x, Mapping)):
+    return
+  stats, beside = dict(norm_stats), {}
+  actions = stats.get('actions', {})
+  if 'relative' in actions:
+    beside[RELATIVE] = actions['relative']
+    stats['actions'] = {k: x for k, x in actions.items() if k != 'relative'}
   path = pathlib.Path(folder) / ASSETS / asset / FILE
   path.parent.mkdir(parents=True, exist_ok=True)
-  path.write_text(json.dumps({'norm_stats': dict(norm_stats)}, indent=2))
+  path.write_text(json.dumps({'norm_stats': stats, **beside}, indent=2))
 
 
 def _leading(x_A, like):

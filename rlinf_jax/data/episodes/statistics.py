@@ -90,7 +90,7 @@ def _relative(
   state: str | None,
   relative: relative_lib.RelativeActions,
   chunk: int,
-) -> dict[str, list[float]] | None:
+) -> dict[str, list] | None:
   """Statistics of all actions of all chunks; None if all are absolute.
 
   Beyond the end of an episode, the last action is repeated, as in openpi.
@@ -116,7 +116,8 @@ def _relative(
   x = x.reshape(-1, x.shape[-1])
   # One number at a time: all of them in float64 may be gigabytes.
   columns = [_of(x[:, [i]].astype(np.float64)) for i in range(x.shape[1])]
-  return {k: [y for one in columns for y in one[k]] for k in columns[0]}
+  found = {k: [y for one in columns for y in one[k]] for k in columns[0]}
+  return found | {'relative': mask.tolist()}
 
 
 def openpi(
@@ -141,6 +142,9 @@ def openpi(
       it: a number that stays as it is has a mean of 0, a standard deviation of
       1, and quantiles of −1 and 1.
 
+  Returns:
+    The statistics; relative actions have 'relative' beside them, the mask.
+
   Raises:
     ValueError: if the state has no number that actions are relative to.
   """
@@ -152,8 +156,8 @@ def openpi(
   ).values()
   mask = entry['action']['mask']
   if relative_actions:
-    relative = _relative(folder, action, state, relative_actions, chunk)
-    entry = entry | {'action': relative or entry['action']}
+    found = _relative(folder, action, state, relative_actions, chunk)
+    entry = entry | ({'action': found} if found else {})
   names = {'actions': 'action', 'state': 'proprio'}
   found = {
     ours: {x: entry[theirs][x] for x in AS_IT_IS}
@@ -165,4 +169,6 @@ def openpi(
       x if is_normalized else unit
       for x, is_normalized in zip(found['actions'][name], mask, strict=True)
     ]
+  if 'relative' in entry['action']:
+    found['actions']['relative'] = entry['action']['relative']
   return found

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from stages.models.files import decoder_names, weights, weights_writer
 from stages.models.files.naming import Names, Tensor
 from stages.models.vision import names as vision_names
+from stages.vla import lerobot_processors
 from stages.vla.pi0 import adaptive, pi0
 
 ROOT = 'paligemma_with_expert.'
@@ -51,6 +52,7 @@ def read(folder: str | pathlib.Path, config: pi0.Config):
   """
   layout = layout_of(folder)
   unread = {f'{layout.root}{name}' for name in (*EMBEDDINGS, EXPERT_HEAD)}
+  unread |= {x for x in _stored(folder) if lerobot_processors.is_buffer(x)}
   return weights.load(
     folder,
     pi0.param_shapes(config),

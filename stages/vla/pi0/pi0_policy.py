@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sharding import deferred
 from stages import base, granularity, ranges, tree_paths
@@ -16,6 +17,7 @@ from stages.models.control import flow_policy
 from stages.vla import (
   augmentation,
   instructions,
+  lerobot_processors,
   normalization,
   pictures,
   trunk_lora,
@@ -37,7 +39,7 @@ def policy(
   state_tokens: instructions.StateTokens | None = None,
   checkpoint: str | None = None,
   norm_stats: dict[str, Any] | None = None,
-  relative_actions: relative_lib.RelativeActions = False,
+  relative_actions: relative_lib.RelativeActions | None = None,
   cameras: tuple[str, ...] | None = None,
   vectors: tuple[str, ...] | None = None,
   ignored: tuple[str, ...] = (),
@@ -77,7 +79,8 @@ def policy(
       are, and actions of −1 … 1 are the environment's range.
     relative_actions: which numbers of actions are relative to the state when
       their chunk is decided, see `relative_actions.mask`; `norm_stats` are of
-      relative actions then.
+      relative actions then. None for what these tell, and for absolute actions
+      if they do not.
     cameras: paths of images in observations, in the order in which they are
       read; None for all of the environment, in the order of their names.
     vectors: paths of the vectors of the state, likewise.
@@ -162,9 +165,12 @@ def export(
   *,
   config: pi0.Config,
   norm_stats: dict[str, Any] | None = None,
+  relative_actions: relative_lib.RelativeActions | None = None,
   data_set: str = 'data',
 ):
   """Writes what a workflow has trained as a checkpoint, adapters added.
+
+  Statistics are written as openpi has them, and as LeRobot's processors.
 
   Args:
     folder: folder to write.
@@ -172,6 +178,7 @@ def export(
       Flow-Noise are left out.
     config: sizes of the model.
     norm_stats: statistics that go with it; None for none.
+    relative_actions: as for `policy`.
     data_set: their name in the folder.
   """
   own = trunk_lora.merge_if_adapted(params['policy'], part=TRUNK)
@@ -179,7 +186,23 @@ def export(
   parts = {name: own[name] for name in (*FROZEN_PARTS, EXPERT)}
   pi0_files.write(folder, parts, config)
   if norm_stats is not None:
+    norm_stats = _telling(norm_stats, relative_actions, config)
     normalization.write(folder, data_set, norm_stats)
+    lerobot_processors.write(folder, norm_stats, adaptive=config.adaptive)
+
+
+def _telling(norm_stats, relative, config: pi0.Config):
+  """Statistics that tell which numbers of actions are relative."""
+  of = functools.partial(
+    normalization.of, norm_stats, quantiles=config.adaptive
+  )
+  if not relative:
+    return norm_stats
+  mask_A = relative_lib.mask(
+    relative, len(of('actions').origin), len(of('state').origin)
+  )
+  own = {} if mask_A is None else {'relative': mask_A.tolist()}
+  return norm_stats | {'actions': norm_stats['actions'] | own}
 
 
 def _check_settings(config, expert_only: bool, lora, executed):
@@ -227,7 +250,16 @@ def _offset(inputs: pi0_inputs.Inputs, relative, width: int, norm_stats):
       'Relative actions are in the units of the robot, which statistics tell: '
       'give `norm_stats` of relative actions.'
     )
-  mask_A = relative_lib.mask(relative, width, state_width)
+  told = (norm_stats or {}).get('actions', {}).get('relative')
+  chosen = told if relative is None else relative
+  mask_A = relative_lib.mask(chosen or False, width, state_width)
+  if told is not None and chosen is not told:
+    stored = relative_lib.mask(tuple(told), width, state_width)
+    if not np.array_equal(mask_A, stored):
+      raise ValueError(
+        f'`relative_actions` is {relative}, and the statistics are of actions '
+        f'that are relative by {told}: leave it out.'
+      )
   if mask_A is None:
     return None
   return lambda obs: relative_lib.offset(mask_A, inputs.raw_state(obs))

@@ -156,6 +156,7 @@ def test_actions_are_relative_to_the_state_of_their_row(folder):
   ):
     np.testing.assert_allclose(stats['actions'][name], want, atol=1e-5)
   assert stats['state'] == statistics.openpi(folder)['state']
+  assert stats['actions']['relative'] == [True, True, False]
   normalize = normalization.normalizer(stats, quantiles=False)
   made = make(folder, normalize=normalize, relative_actions=relative)
   _, (batch,) = batches(made, made.init(0), 1)
