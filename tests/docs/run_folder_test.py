@@ -10,6 +10,7 @@ import pytest
 
 from planner.costs import measured
 from rlinf_jax import evaluate
+from rlinf_jax.data import text_arrays
 from rlinf_jax.planning import autoplan
 from rlinf_jax.run import evaluation, run_log
 from rlinf_jax.run_files import result
@@ -59,7 +60,8 @@ def folder(tmp_path_factory):
   log.notice(1, 'A process died.')
   log.close()
   result.Result(folder, 1, 1.0, {}).write()
-  held_out = evaluation.HeldOut([np.ones(1)], None)
+  reference = text_arrays.Reference(*[text_arrays.pack(['x'])] * 2)
+  held_out = evaluation.HeldOut([base.Problem(np.ones(1), reference)], None)
   info = {evaluation.SAMPLES: metrics.Rows(rows())}
   record = next(evaluation.completions(info, SOURCE, held_out, 0))
   (folder / 'completions.jsonl').write_text(json.dumps(record) + '\n')

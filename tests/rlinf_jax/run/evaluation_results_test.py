@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rlinf_jax.data import text_arrays
 from rlinf_jax.run import evaluation
-from stages import metrics
+from stages import base, metrics
 
 
 def test_a_term_of_the_reward_is_a_metric_of_its_set_and_no_task():
@@ -20,6 +21,24 @@ def test_a_term_of_the_reward_is_a_metric_of_its_set_and_no_task():
     'reach': {'success_once'},
     'all': {'accuracy', 'reward/format'},
   }
+
+
+def test_completions_stand_beside_the_answers_of_their_problems():
+  texts = text_arrays.pack(['seven', '8'])
+  problems = base.Problem(np.ones(2), text_arrays.Reference(texts, texts))
+  tokens = ('prompt', 'prompt_mask', 'completion', 'completion_mask')
+  rows = dict.fromkeys(tokens, np.ones((4, 1), np.int32))
+  rows |= dict.fromkeys(('reward', 'correct', 'truncated'), np.ones(4))
+  info = {evaluation.SAMPLES: metrics.Rows(rows)}
+  source = base.Source(None, None, None, lambda *rows: ['x'] * 4)
+
+  def answers(problems):
+    held_out = evaluation.HeldOut([problems], None)
+    found = evaluation.completions(info, source, held_out, 0)
+    return [record.get('answer') for record in found]
+
+  assert answers(problems) == ['seven', 'seven', '8', '8']
+  assert answers(problems._replace(answer=np.ones(2))) == [None] * 4
 
 
 def test_rows_to_show_are_of_different_problems_and_no_padding():
