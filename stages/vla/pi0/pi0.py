@@ -267,11 +267,16 @@ def _suffix(config: Config, expert, state_BO, x_BZA, t_B):
 
 
 def _affine(params, name: str, x):
-  """x W + b; the bias has the name of W with the letter of the outputs."""
+  """x W + b in the dtype of `x`; the sum is rounded once.
+
+  The bias has the name of W with the letter of the outputs. Its gradient is a
+  sum over tokens, so it is added in the type that it is stored in.
+  """
   stem, letters = name.rsplit('_', 1)
-  y = x @ params[name].astype(x.dtype)
-  bias = params[f'{stem}_bias_{letters[1]}'].astype(x.dtype)
-  return y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)
+  weight = params[name].astype(x.dtype)
+  y = mixed_precision.product('...i,io->...o', x, weight)
+  bias = params[f'{stem}_bias_{letters[1]}']
+  return (y + bias.reshape((1,) * (y.ndim - 1) + bias.shape)).astype(x.dtype)
 
 
 def param_shapes(config: Config) -> dict[str, Any]:
