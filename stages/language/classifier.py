@@ -79,6 +79,9 @@ def reward_model(
 ) -> value_model_lib.ValueModel:
   """A reward model, whose value after the last token is the reward.
 
+  It is never trained, so its parameters are rounded to the type of its
+  arithmetic as they are read. Rewards are the same.
+
   Args:
     checkpoint: folder of a classifier of one label.
     dtype: as in `huggingface.load_config`.
@@ -94,7 +97,13 @@ def reward_model(
       f'{checkpoint} is a language model, which has no head for rewards: give '
       f'the folder of a model whose architecture ends in {CLASS}.'
     )
-  init = functools.partial(_init, checkpoint, config, has_head)
+
+  def init(key):
+    params = _init(checkpoint, config, has_head, key)
+    if jnp.dtype(config.dtype) == config.param_dtype:
+      return params
+    return transformer.compute_params(config, params)
+
   return value_model_lib.own_trunk(
     config, init=init, packed_tokens=packed_tokens
   )

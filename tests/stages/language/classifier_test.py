@@ -11,6 +11,7 @@ import transformers
 from stages import base
 from stages.language import classifier, huggingface, value_model
 from stages.models.files import weights
+from stages.models.layers import initialize
 from tests.stages.models import families_test
 import torch_reference
 from torch_reference import prompts, repeat
@@ -127,6 +128,27 @@ def test_a_padded_batch_has_the_logits_of_transformers(tmp_path):
     critic.init(jax.random.key(0)), prompt, token[:, 1:], mask[:, 1:]
   )
   np.testing.assert_allclose(got, want[:, 0], rtol=0, atol=1e-4)
+
+
+def test_a_reward_model_in_bfloat16_is_held_in_it_and_scores_the_same(tmp_path):
+  reference(SMALL, tmp_path)
+  model = classifier.reward_model(tmp_path, dtype='bfloat16')
+  config, has_head = classifier.load_config(tmp_path, dtype='bfloat16')
+  wide = classifier.load_params(tmp_path, config, has_head)
+  params = model.init(jax.random.key(0))
+  dtypes = lambda tree: jax.tree.map(lambda x: x.dtype, tree)
+  shapes = jax.eval_shape(model.init, jax.random.key(0))
+  assert dtypes(shapes) == dtypes(params)
+  for path, x in jax.tree_util.tree_leaves_with_path(params):
+    stays = initialize.is_vector(path)
+    assert x.dtype == (jnp.float32 if stays else jnp.bfloat16), path
+  action, _ = rows(61)
+  score = jax.jit(value_model.score_completions(model))
+  got, want = (
+    score(own, repeat(prompts(config, [6, 2, 9]), 2), action, action >= 0)
+    for own in (params, wide)
+  )
+  np.testing.assert_array_equal(got, want)
 
 
 def test_a_wrong_folder_is_refused_in_a_sentence(tmp_path):
