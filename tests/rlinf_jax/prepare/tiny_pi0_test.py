@@ -59,6 +59,7 @@ def test_fine_tuning_exports_weights_and_statistics(folder, tmp_path, name):
     'HELD_OUT = 4',
     'LEARNING_RATE = 3e-3',
     f'AUGMENT = {adaptive}',
+    f'RELATIVE_ACTIONS = {adaptive}',
     'optimizers.adamw.warmup_steps = 1',
     'train.train.plan = None',
   ]
@@ -76,7 +77,8 @@ def test_fine_tuning_exports_weights_and_statistics(folder, tmp_path, name):
   assert np.mean(losses[-6:]) < 0.95 * np.mean(losses[:6])
   model = tmp_path / 'run' / 'model'
   stored = normalization.read(model)
-  assert stored == statistics.openpi(data)
+  assert stored == statistics.openpi(data, relative_actions=adaptive, chunk=2)
+  assert ('relative' in stored['actions']) == adaptive
   # With its own statistics and words, it acts in the world of its data.
   encode = getattr(instructions, name)
   env = push.push(
