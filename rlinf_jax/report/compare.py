@@ -145,13 +145,15 @@ def _right(records: Sequence[Mapping[str, Any]]) -> float:
 
 def _sample(record: Mapping[str, Any]) -> str:
   kind, mark = ('right', '✓') if record['correct'] else ('wrong', '✗')
-  prompt, completion = (
-    html.escape(x if len(x) <= LONGEST else x[:LONGEST] + ' …')
-    for x in (record['prompt'], record['completion'])
+  # Records of some sources have no answer.
+  texts = record['prompt'], record['completion'], str(record.get('answer', ''))
+  prompt, completion, answer = (
+    html.escape(x if len(x) <= LONGEST else x[:LONGEST] + ' …') for x in texts
   )
   return (
     f'<div class="sample {kind}"><span class="reward">{mark}</span>'
-    f'<pre><i>{prompt}</i>{completion}</pre></div>'
+    f'<pre><i>{prompt}</i>{completion}</pre>'
+    f'{answer and f"<small>The answer is {answer}</small>"}</div>'
   )
 
 

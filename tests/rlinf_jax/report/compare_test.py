@@ -31,6 +31,7 @@ def evaluation(folder, right):
         'sample': 0,
         'prompt': f'<b>{i}',
         'completion': f'{folder.name} says {i}',
+        'answer': f'<{i}>',
         'correct': float(x or 0),
       }
       | ({'env_failed': True} if x is None else {})
@@ -86,6 +87,7 @@ def test_completions_that_one_run_alone_has_right_are_shown(tmp_path):
   for shown in ('a says 1', 'b says 1', 'a says 3', 'b says 3'):
     assert shown in text
   assert 'a says 0' not in text and '<b>1' not in text
+  assert text.count('The answer is &lt;1&gt;') == 2
   assert '50.0% (10.0–90.0)' in text
   assert 'Evaluated in 1 seconds. all: 50.0% of 4.' in text
 
