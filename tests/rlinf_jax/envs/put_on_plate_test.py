@@ -165,3 +165,40 @@ def test_a_seed_has_one_scene_whatever_was_played_before(pool):
   _, one = pool.init(np.array([5, 6]))
   _, two = pool.init(np.array([6, 5]))
   np.testing.assert_array_equal(one, two[::-1])
+
+
+@pytest.mark.slow
+@simulated
+def test_pictures_come_with_the_instruction_of_their_episode():
+  texts = [kinds.instruction(kind) for kind in kinds.HELD_OUT]
+  rows = codes(texts)
+  prompts = {
+    text: {'token': rows.token[i], 'mask': rows.mask[i]}
+    for i, text in enumerate(texts)
+  }
+  try:
+    pool = env_pool.make_pool(
+      maniskill.make,
+      2,
+      task=kinds.TASK,
+      kinds='held_out',
+      reward_mode='staged',
+      images=True,
+      image_size=32,
+      horizon=1,
+      prompts=prompts,
+    )
+  except simulator.UnavailableError as error:
+    pytest.skip(str(error))
+  said = lambda obs: [
+    bytes(row).rstrip(b'\0').decode() for row in obs['prompt']['token']
+  ]
+  seed = np.array([0, 12])
+  token, obs = pool.init(seed)
+  assert said(obs) == [texts[0], texts[12 % 9]]
+  assert obs['image']['base_camera'].shape == (2, 32, 32, 3)
+  _, timestep = pool.step(token, np.zeros((2, 8), np.float32))
+  pool.close()
+  assert said(timestep.final_obs) == said(obs)
+  now = [simulator.episode_seed(int(x), 1) % 9 for x in seed]
+  assert said(timestep.obs) == [texts[i] for i in now]
