@@ -54,6 +54,13 @@ def read(folder: str) -> Dataset:
     raise ValueError(
       f'{root / lists.EPISODES} lists no episodes: copy the folder again.'
     )
+  counted = info.get('total_episodes', len(episodes))
+  if counted != len(episodes):  # A list may be cut off at the end of a line.
+    raise ValueError(
+      f'{root / lists.EPISODES} lists {len(episodes)} episodes, and '
+      f'total_episodes of {places.INFO} counts {counted!r:.40}: copy the '
+      'folder again, or change the count if episodes were left out on purpose.'
+    )
   return Dataset(
     root, float(info['fps']), features, episodes, lists.tasks(root)
   )

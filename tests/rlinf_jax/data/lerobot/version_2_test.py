@@ -16,7 +16,14 @@ import pytest
 import lerobot_folder
 import lerobot_own
 from rlinf_jax.data.episodes import folders, source, statistics
-from rlinf_jax.data.lerobot import extra, layout, pictures, places, version_2
+from rlinf_jax.data.lerobot import (
+  extra,
+  layout,
+  pictures,
+  places,
+  version_2,
+  version_3,
+)
 from stages import base
 
 pytest.importorskip('pyarrow', reason='LeRobot folders are parquet files.')
@@ -128,10 +135,28 @@ def test_episodes_may_be_left_out(copied):
   path = copied / version_2.EPISODES
   lines = path.read_text().splitlines()
   path.write_text('\n'.join([lines[4], '', lines[1]]))
+  change(copied, total_episodes=2)
   data = folders.read(str(copied))
   assert [x.index for x in data.episodes] == [1, 4]
   found = data.read_numbers(data.episodes, ['action'])
   assert [x['action'][0, 1] for x in found] == [1, 4]
+
+
+@pytest.mark.parametrize('kept', [OWN, CONVERTED])
+def test_a_list_that_was_cut_off_is_refused(kept, tmp_path):
+  folder = tmp_path / 'data'
+  shutil.copytree(kept, folder)
+  if kept == OWN:
+    path = folder / version_2.EPISODES
+    path.write_text(''.join(path.read_text().splitlines(True)[:3]))
+  else:
+    (path,) = (folder / version_3.EPISODES).glob('*/*.parquet')
+    _, parquet = extra.parquet()
+    parquet.write_table(parquet.read_table(path).slice(0, 3), path)
+  with pytest.raises(ValueError, match='lists 3 episodes, and .* counts 5: co'):
+    layout.read(str(folder))
+  change(folder, total_episodes=3)
+  assert len(layout.read(str(folder)).episodes) == 3
 
 
 def test_pictures_are_those_nearest_in_time(monkeypatch):
