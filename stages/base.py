@@ -300,6 +300,8 @@ class Policy(NamedTuple):
       parameters alone, such as adding adapters to weights. `act` also takes the
       result in place of `params`, so that a loop of many actions computes it
       once. None where there is no such part.
+    needs_raw_obs: whether observations must be in the environment's units, as
+      actions relative to a state are. Workflows then refuse `normalize_obs`.
   """
 
   init: Callable[[Key], Params]
@@ -322,6 +324,7 @@ class Policy(NamedTuple):
   trains_router: bool = False
   replays_routing: bool = False
   prepare_act: Callable[[Params], Params] | None = None
+  needs_raw_obs: bool = False
 
   @property
   def rounds(self) -> dict[int, Callable[[Params], Params]]:

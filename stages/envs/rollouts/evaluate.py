@@ -16,7 +16,17 @@ from stages.envs.rollouts import obs_stats, rollout, video
 
 
 def init(policy: base.Policy, env: env_lib.Env, normalize_obs: bool, key):
-  """New parameters, and observation statistics if observations use them."""
+  """New parameters, and observation statistics if observations use them.
+
+  Raises:
+    ValueError: if they do, and the policy needs observations as they are.
+  """
+  if normalize_obs and policy.needs_raw_obs:
+    raise ValueError(
+      "The policy's actions are relative to the state in the environment's "
+      'units, and the workflow normalizes observations: set normalize_obs = '
+      'False.'
+    )
   stats = obs_stats.init(env.obs_spec) if normalize_obs else ()
   return {'policy': policy.init(key), 'obs_stats': stats}
 

@@ -105,7 +105,21 @@ def test_reinforcement_learning_acts_relative_to_the_state():
     group_size=2,
     num_steps=2,
     episode_reward=episode_stats.episode_return,
+    normalize_obs=False,
   )
   state, info = workflow.step(workflow.init(plain.KEY), (), plain.KEY)
   assert np.isfinite(read(info)['train/policy_loss'])
   assert int(state.actor.step) > 0
+
+
+def test_a_state_in_other_units_than_actions_is_refused():
+  workflow = workflows.embodied_grpo(
+    plain.ENV,
+    functools.partial(plain.policy, norm_stats=STATS, relative_actions=ONE),
+    optimizers.adamw(1e-2),
+    num_envs=4,
+    group_size=2,
+    num_steps=2,
+  )
+  with pytest.raises(ValueError, match='set normalize_obs = False'):
+    jax.eval_shape(workflow.init, plain.KEY)
