@@ -89,7 +89,9 @@ class SavedState:
     return (
       f'The checkpoint of step {self.step} in {self.folder} was trained beside '
       'other frozen weights than those that are given now: give it the '
-      'model, teacher and reward models that the run began with.'
+      'model, teacher and reward models that the run began with. If these are '
+      'the same, the run began with a version of this package that held them '
+      'in another type, and goes on with that version alone.'
     )
 
   def of_constants(self) -> state_readers.StateReader:
