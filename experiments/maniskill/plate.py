@@ -14,8 +14,6 @@ from rlinf_jax.envs.put_on_plate import kinds
 from rlinf_jax.prepare import plate_script
 from stages.envs import demonstrations
 
-HORIZON = 80
-
 
 def main(args: argparse.Namespace):
   """Runs the script, and says how often it succeeds."""
@@ -28,7 +26,6 @@ def main(args: argparse.Namespace):
     num_distractors=args.distractors,
     control_mode='pd_ee_delta_pose',
     reward_mode='sparse',
-    horizon=HORIZON,
   )
   state_env, shown = env(), None
   if args.pictures:

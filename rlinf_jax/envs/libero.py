@@ -18,7 +18,6 @@ from rlinf_jax.envs import settings as settings_lib
 CAMERAS = {'front': 'agentview', 'wrist': 'robot0_eye_in_hand'}
 ARM = 'robot0_proprio-state'
 OBJECTS = 'object-state'
-INSTRUCTION_SIZE = 128  # Bytes of an instruction.
 SETTLE_STEPS = 10  # Steps after a reset until objects lie still.
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 HOLD = np.array([0, 0, 0, 0, 0, 0, -1.0])  # No motion; the gripper open.
@@ -184,8 +183,8 @@ class Libero:
     self._view, self._time, self._draws = view, 0, True
     for camera in view.cameras:
       self._draw_when_read(f'{CAMERAS[camera]}_image')
-    text = libero_files.instruction(name).encode()[:INSTRUCTION_SIZE]
-    self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
+    text = libero_files.instruction(name)
+    self._text = simulator.instruction_bytes(text)
     low, high = map(np.float32, self._env.env.action_spec)
     self._gripper_opens, self._turns = gripper_opens, turns
     if gripper_opens:

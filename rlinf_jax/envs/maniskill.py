@@ -17,7 +17,6 @@ from rlinf_jax.envs import simulator, task_turns
 from rlinf_jax.envs.put_on_plate import kinds as kinds_lib
 
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
-INSTRUCTION_SIZE = 128  # Bytes of an instruction.
 # Instructions of ManiSkill's own tasks; those of an episode are asked of it.
 INSTRUCTIONS = {
   'PutCarrotOnPlateInScene-v1': 'put carrot on plate',
@@ -178,11 +177,11 @@ def make(
     sim_backend='physx_cpu',
     **(render | settings),
   )
-  words = Words(env, instruction, prompts) if images else None
-  return ManiSkill(env, horizon, video, words)
+  told = Instruction(env, instruction, prompts) if images else None
+  return ManiSkill(env, horizon, video, told)
 
 
-class Words(NamedTuple):
+class Instruction(NamedTuple):
   """The instruction in observations of an environment.
 
   Attributes:
@@ -195,19 +194,18 @@ class Words(NamedTuple):
   text: str | None
   prompts: Mapping[str, Mapping[str, np.ndarray]] | None
 
-  def of_episode(self) -> simulator.Tree:
-    """A part of the running episode's observations; empty without a text.
+  def obs(self) -> simulator.Tree:
+    """The part of the running episode's observations; empty without a text.
 
     Raises:
       UnavailableError: for a text without tokens.
     """
-    says = getattr(self.env, 'get_language_instruction', None)
-    text = says()[0] if self.text is None and says else self.text
+    ask = getattr(self.env, 'get_language_instruction', None)
+    text = ask()[0] if self.text is None and ask else self.text
     if text is None:
       return {}
     if self.prompts is None:
-      row = text.encode()[:INSTRUCTION_SIZE].ljust(INSTRUCTION_SIZE, b'\0')
-      return {'instruction': np.frombuffer(row, np.uint8)}
+      return {'instruction': simulator.instruction_bytes(text)}
     if text not in self.prompts:
       raise simulator.UnavailableError(
         f'The task says {text!r}, and tokens are given of {[*self.prompts]}: '
@@ -224,7 +222,7 @@ class ManiSkill:
     env: Any,
     horizon: int,
     video: bool,
-    words: Words | None = None,
+    instruction: Instruction | None = None,
   ):
     """Reads the spaces.
 
@@ -232,14 +230,15 @@ class ManiSkill:
       env: ManiSkill's.
       horizon: maximum steps of an episode.
       video: whether it is rendered for people.
-      words: a part of each observation, which is then a dict; None for none.
+      instruction: a part of each observation, which is then a dict; None for
+        none.
     """
-    self._env, self._time, self._words = env, 0, words
-    self._said = words.of_episode() if words else {}
+    self._env, self._time, self._instruction = env, 0, instruction
+    self._instruction_obs = instruction.obs() if instruction else {}
     space = env.single_action_space
     image = simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8')
     self.spec = simulator.Spec(
-      obs=self._with_words(
+      obs=self._with_instruction(
         _obs_arrays(env.single_observation_space),
         lambda x: simulator.Array(x.shape, x.dtype.name),
       ),
@@ -252,14 +251,15 @@ class ManiSkill:
   def reset(self, seed: int) -> simulator.Tree:
     self._time = 0
     obs, _ = self._env.reset(seed=seed)
-    self._said = self._words.of_episode() if self._words else {}
-    return self._with_words(_obs(obs))
+    if self._instruction:
+      self._instruction_obs = self._instruction.obs()
+    return self._with_instruction(_obs(obs))
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
     obs, reward, terminated, _, info = self._env.step(action_A)
     self._time += 1
     return simulator.Step(
-      obs=self._with_words(_obs(obs)),
+      obs=self._with_instruction(_obs(obs)),
       reward=float(reward[0]),
       terminated=bool(terminated[0]),
       truncated=self._time >= self.spec.horizon,
@@ -277,12 +277,14 @@ class ManiSkill:
   def close(self):
     self._env.close()
 
-  def _with_words(self, obs: simulator.Tree, of=lambda x: x) -> simulator.Tree:
+  def _with_instruction(
+    self, obs: simulator.Tree, of=lambda x: x
+  ) -> simulator.Tree:
     """An observation with the instruction, each array of which is `of` it."""
-    if not self._said:
+    if not self._instruction_obs:
       return obs
-    said = {path: of(x) for path, x in simulator.leaves(self._said).items()}
-    return obs | simulator.tree(said)
+    leaves = simulator.leaves(self._instruction_obs)
+    return obs | simulator.tree({path: of(x) for path, x in leaves.items()})
 
 
 def _obs_arrays(space) -> simulator.Tree:

@@ -20,7 +20,6 @@ from rlinf_jax.envs import settings as settings_lib
 SCENES_SEED = 0  # Of the fifty scenes, the same ones in all environments.
 MAX_STEPS = 500  # Meta-World steps no further.
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
-INSTRUCTION_SIZE = 128  # Bytes of an instruction.
 # The camera and its place in the data sets on which models were fine-tuned,
 # such as LeRobot's of all fifty tasks; its picture is upside down.
 CAMERA, CAMERA_POSITION = 'corner2', (0.75, 0.075, 0.7)
@@ -255,8 +254,7 @@ class MetaWorld(gymnasium.Gymnasium):
     """
     self._view, self._settle_steps = view, settle_steps
     self._rewards_success, self._renderer = rewards_success, None
-    text = view.text.encode()[:INSTRUCTION_SIZE]
-    self._text = np.frombuffer(text.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
+    self._text = simulator.instruction_bytes(view.text)
     super().__init__(env, set_scene)
     spec = self.spec._replace(horizon=self.spec.horizon - settle_steps)
     if view.video:

@@ -27,7 +27,7 @@ def renderer(model, size: int, *, fast: bool):
   try:
     made = mujoco.Renderer(model, size, size)
   except Exception as error:  # noqa: BLE001 EGL or OSMesa is missing.
-    chosen = os.environ.get('MUJOCO_GL')
+    chosen = os.environ.get('MUJOCO_GL', 'unset')
     raise simulator.UnavailableError(
       f'MuJoCo cannot render here with MUJOCO_GL={chosen} ({error}): install '
       'libegl1 and Mesa for MUJOCO_GL=egl, or libosmesa6 for MUJOCO_GL=osmesa, '

@@ -10,6 +10,7 @@ from typing import Annotated, Any, NamedTuple, Protocol
 import annotated_types
 import numpy as np
 
+INSTRUCTION_SIZE = 128  # Bytes of an instruction in an observation.
 Tree = Any  # An array, or a dict of trees by name.
 # As `stages.ranges.PositiveInt`, whose package imports JAX.
 PositiveInt = Annotated[int, annotated_types.Ge(1)]
@@ -112,6 +113,12 @@ def episode_seed(seed: int, call: int, attempt: int = 0) -> int:
     return seed
   words = np.random.SeedSequence([seed, call, attempt]).generate_state(1)
   return int(words[0] >> 1)
+
+
+def instruction_bytes(text: str) -> np.ndarray:
+  """The first bytes of an instruction in UTF-8, padded with zeros."""
+  row = text.encode()[:INSTRUCTION_SIZE].ljust(INSTRUCTION_SIZE, b'\0')
+  return np.frombuffer(row, np.uint8)
 
 
 def leaves(tree: Tree, path: str = '') -> dict[str, Any]:

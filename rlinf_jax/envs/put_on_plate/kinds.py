@@ -51,7 +51,8 @@ def named(kinds: str | Sequence[str] | None) -> tuple[str, ...]:
       'train'.
 
   Raises:
-    ValueError: for an unknown set or kind, or without any kind.
+    ValueError: for an unknown set or kind, one that is given twice, or without
+      any kind.
   """
   if kinds is None:
     return TRAIN
@@ -66,6 +67,11 @@ def named(kinds: str | Sequence[str] | None) -> tuple[str, ...]:
     raise ValueError(
       f'There is no object {unknown[0]!r}: give a color ({", ".join(COLORS)}) '
       f'and a shape ({", ".join(SHAPES)}), such as {ALL[0]!r}.'
+    )
+  if len({*kinds}) < len(kinds):
+    twice = next(kind for kind in kinds if [*kinds].count(kind) > 1)
+    raise ValueError(
+      f'{twice!r} is given more than once: give each kind of object once.'
     )
   if not kinds:
     raise ValueError('No kind of object is given: name at least one.')

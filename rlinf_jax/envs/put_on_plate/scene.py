@@ -15,13 +15,11 @@ import sapien
 import torch
 
 from rlinf_jax.envs.put_on_plate import kinds as kinds_lib
+from rlinf_jax.envs.put_on_plate import placement
 
 HORIZON = 80  # Steps of an episode, at ten a second.
 RIM_HEIGHT, RIM_WIDTH, RIM_PARTS = 0.014, 0.006, 24  # Of the plate, in meters.
 PLATE_COLOR = (0.93, 0.93, 0.90)
-# Positions on the table: from the center, and from other things.
-CENTER, HALF_AREA = np.array([-0.03, 0.0]), np.array([0.1, 0.16])
-FROM_PLATE, FROM_OBJECT = 0.125, 0.1
 HELD_STEPS = 5  # Steps in a row that count as holding the object.
 CONTACT = 0.03  # Newton, at least, with which an object rests on the plate.
 
@@ -73,7 +71,8 @@ class PutOnPlate(sapien_env.BaseEnv):
     Args:
       *args: of ManiSkill's environments.
       kinds: of the object and of distractors, see `kinds.named`.
-      num_distractors: objects of other kinds that lie on the table, too.
+      num_distractors: objects of other kinds that lie on the table, too; at
+        most four.
       robot_uids: 'panda', or 'panda_wristcam' for a second camera.
       robot_init_qpos_noise: standard deviation of the arm's first joint angles.
       num_envs: scenes, of which several need a GPU.
@@ -82,15 +81,10 @@ class PutOnPlate(sapien_env.BaseEnv):
       **kwargs: of ManiSkill's environments.
 
     Raises:
-      ValueError: for kinds that are not there, or more distractors than kinds.
+      ValueError: for kinds that are not there, or too many distractors.
     """
     self.kinds = kinds_lib.named(kinds)
-    if not 0 <= num_distractors < len(self.kinds):
-      raise ValueError(
-        f'{num_distractors} distractors of kinds other than the object need '
-        f'as many further kinds, and {len(self.kinds)} are given: give more '
-        'kinds, or fewer distractors.'
-      )
+    placement.check_distractors(num_distractors, len(self.kinds))
     self._num_distractors = num_distractors
     self._qpos_noise = robot_init_qpos_noise
     if reconfiguration_freq is None:
@@ -168,7 +162,8 @@ class PutOnPlate(sapien_env.BaseEnv):
     with torch.device(self.device):
       self._table.initialize(env_idx)
       places = [
-        _places(int(self._episode_seed[i]), len(self._objects)) for i in env_idx
+        placement.draw(int(self._episode_seed[i]), len(self._objects))
+        for i in env_idx
       ]
       place = torch.tensor(np.stack(places), dtype=torch.float32)
       self.plate.set_pose(pose.Pose.create_from_pq(_at(place[:, 0], 0.0)))
@@ -272,18 +267,6 @@ def _at(place_B3: torch.Tensor, height) -> torch.Tensor:
   p = place_B3.clone()
   p[:, 2] = height
   return p
-
-
-def _places(seed: int, num_objects: int) -> np.ndarray:
-  """Positions and angles of the plate and of objects, [1 + n, 3]."""
-  rng = np.random.default_rng([seed, 1])
-  while True:  # About one try in three keeps the distances of one object.
-    xy = CENTER + rng.uniform(-HALF_AREA, HALF_AREA, (1 + num_objects, 2))
-    yaw = rng.uniform(-np.pi, np.pi, (1 + num_objects, 1))
-    far = np.linalg.norm(xy[:, None] - xy[None], axis=-1)
-    far[0] -= FROM_PLATE - FROM_OBJECT
-    if (far[np.triu_indices(len(far), 1)] >= FROM_OBJECT).all():
-      return np.concatenate([xy, yaw], 1)
 
 
 def _plate(scene):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rlinf_jax.envs import env_pool, maniskill, simulator
-from rlinf_jax.envs.put_on_plate import kinds
+from rlinf_jax.envs.put_on_plate import kinds, placement
 from rlinf_jax.prepare import plate_script
 from stages import base
 from stages.envs import seed_source
@@ -45,12 +45,33 @@ def test_an_evaluation_has_every_kind_equally_often():
   [
     ('test', "set of kinds 'test'"),
     (['red cup'], "'red cup'"),
+    (['red cube', 'red ball', 'red cube'], "'red cube' is given more than"),
     ((), 'No kind'),
   ],
 )
 def test_unknown_kinds_are_refused(given, message):
   with pytest.raises(ValueError, match=message):
     kinds.named(given)
+
+
+@pytest.mark.parametrize(
+  'number, num_kinds, message',
+  [(2, 2, 'need as many further kinds'), (5, 25, 'give at most 4')],
+)
+def test_distractors_without_a_kind_or_a_position_are_refused(
+  number, num_kinds, message
+):
+  with pytest.raises(ValueError, match=message):
+    placement.check_distractors(number, num_kinds)
+
+
+def test_the_most_objects_have_their_distances():
+  at = placement.draw(3, placement.MOST_OBJECTS)[:, :2]
+  far = np.linalg.norm(at[:, None] - at[None], axis=-1)
+  assert (far[0, 1:] >= placement.FROM_PLATE).all()
+  pairs = np.triu_indices(placement.MOST_OBJECTS, 1)
+  assert (far[1:, 1:][pairs] >= placement.FROM_OBJECT).all()
+  assert (abs(at - placement.CENTER) <= placement.HALF_AREA).all()
 
 
 def fake_pool(make, num_envs, num_processes, **settings):
@@ -92,14 +113,14 @@ class Speaking:
 
 def test_observations_have_what_the_task_says_of_the_episode():
   env, told = Speaking(), {'put carrot on plate': {'token': 1, 'mask': 2}}
-  words = maniskill.Words(env, None, told)
-  assert words.of_episode() == {'prompt': {'token': 1, 'mask': 2}}
+  instruction = maniskill.Instruction(env, None, told)
+  assert instruction.obs() == {'prompt': {'token': 1, 'mask': 2}}
   env.text = 'put the red cube on the plate'
   with pytest.raises(simulator.UnavailableError, match='put the red cube'):
-    words.of_episode()
-  text = words._replace(prompts=None).of_episode()['instruction'].tobytes()
+    instruction.obs()
+  text = instruction._replace(prompts=None).obs()['instruction'].tobytes()
   assert text.rstrip(b'\0').decode() == env.text
-  assert maniskill.Words(object(), None, None).of_episode() == {}
+  assert maniskill.Instruction(object(), None, None).obs() == {}
 
 
 @pytest.fixture(scope='module')
