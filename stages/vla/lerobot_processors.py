@@ -28,7 +28,8 @@ PARTS = {
   'actions': ('action', 'ACTION', 'unnormalize_outputs'),
 }
 BUFFERS = 'normalize_inputs.', 'normalize_targets.', 'unnormalize_outputs.'
-EPSILON = 1e-8
+EPSILON = 1e-8  # Of LeRobot, where a folder tells none.
+OPENPI_EPSILON = 1e-6  # Added to a standard deviation, or to q99 − q01.
 # Entries that say something else of a part, such as its number of steps.
 NO_STATISTICS = 'relative', 'shape', 'mask', 'count'
 WORDS = {
@@ -55,6 +56,17 @@ def read(folder: str | pathlib.Path) -> dict[str, Any] | None:
   if not (folder / f'{BEFORE}.json').is_file():
     return _from_buffers(folder)
   before, after = _steps(folder, BEFORE), _steps(folder, AFTER)
+  try:
+    return _of_steps(folder, before, after)
+  except (AttributeError, KeyError, TypeError) as error:
+    raise weights.CheckpointError(
+      f'{folder} has settings in {BEFORE}.json or {AFTER}.json that are not '
+      f"LeRobot's ({error}): copy it again."
+    ) from error
+
+
+def _of_steps(folder: pathlib.Path, before: Mapping, after: Mapping):
+  """Statistics as the steps before and after a model have them."""
   found = {}
   for part, step in (
     ('state', before.get(NORMALIZE)),
@@ -65,7 +77,7 @@ def read(folder: str | pathlib.Path) -> dict[str, Any] | None:
       found[part] = entry
   relative = _config(before.get(RELATIVE))
   if relative.get('enabled') and 'actions' in found:
-    found['actions']['relative'] = _mask(relative, _width(found['actions']))
+    found['actions']['relative'] = _mask(relative, width(found['actions']))
   return found or None
 
 
@@ -95,7 +107,7 @@ def write(
   normalize = NORMALIZE, {**common, 'features': features}
   unnormalize = UNNORMALIZE, {**common, 'features': _only_action(features)}
   device = 'device_processor', {'device': 'cpu', 'float_dtype': None}
-  subtract = RELATIVE, _relative_config(relative, _width(actions))
+  subtract = RELATIVE, _relative_config(relative, width(actions))
   before = [
     ('rename_observations_processor', {'rename_map': {}}),
     ('to_batch_processor', {}),
@@ -120,13 +132,14 @@ def _common(norm_stats: Mapping, adaptive: bool):
       continue
     entry = norm_stats[part]
     modes[kind] = entry.get('mode', 'QUANTILES' if adaptive else 'MEAN_STD')
-    features[name] = {'type': kind, 'shape': [_width(entry)]}
+    features[name] = {'type': kind, 'shape': [width(entry)]}
     tensors |= {
       f'{name}.{key}': np.array(x, np.float32)
       for key, x in entry.items()
       if isinstance(x, list) and key not in NO_STATISTICS
     }
-  return {'eps': EPSILON, 'norm_map': modes}, features, tensors
+  eps = norm_stats['actions'].get('eps', OPENPI_EPSILON)
+  return {'eps': eps, 'norm_map': modes}, features, tensors
 
 
 def _only_action(features: Mapping) -> dict:
@@ -191,7 +204,7 @@ def _of_step(folder: pathlib.Path, part: str, step: Mapping | None):
     return None
   name, kind, _ = PARTS[part]
   config, file = _config(step), step.get('state_file')
-  mode = (config.get('norm_map') or {}).get(kind, 'IDENTITY')
+  mode = str((config.get('norm_map') or {}).get(kind, 'IDENTITY'))
   found = {}
   if file is not None:
     found = _tensors(folder, str(file), f'{name}.')
@@ -263,7 +276,7 @@ def _mask(config: Mapping, width: int) -> list[bool]:
   return mask + [True] * (width - len(mask))
 
 
-def _width(entry: Mapping) -> int:
+def width(entry: Mapping) -> int:
   """The length of the vector that statistics describe."""
   for key, x in entry.items():
     if key == 'shape':

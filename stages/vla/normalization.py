@@ -19,8 +19,6 @@ from stages.models.files import weights
 from stages.vla import lerobot_processors
 
 ASSETS, FILE = 'assets', 'norm_stats.json'
-EPSILON = 1e-6  # Added to a standard deviation, or to q99 − q01.
-
 RELATIVE = 'relative_actions'  # Beside the statistics in this file.
 # The statistics that a mode of LeRobot needs.
 MODES = {
@@ -100,7 +98,8 @@ def of(norm_stats: Any, part: Part, *, quantiles: bool) -> Normalization:
       f'The statistics {names[0]!r} and {names[1]!r} of {part!r} are not two '
       f'lists of as many numbers ({error}): compute them again.'
     ) from error
-  eps = EPSILON if mode is None else float(entry.get('eps', EPSILON))
+  openpis = lerobot_processors.OPENPI_EPSILON
+  eps = openpis if mode is None else float(entry.get('eps', openpis))
   unit = second + eps
   if in_ranges:
     width = second - first
@@ -176,9 +175,21 @@ def read(
       "'norm_stats': copy it again."
     )
   stats = dict(stats)
-  if raw.get(RELATIVE) and isinstance(stats.get('actions'), Mapping):
-    stats['actions'] = {**stats['actions'], 'relative': raw[RELATIVE]}
+  actions = stats.get('actions')
+  if raw.get(RELATIVE) and isinstance(actions, Mapping):
+    told = raw[RELATIVE]
+    width = lerobot_processors.width(actions)
+    if not _is_mask(told, width):
+      raise weights.CheckpointError(
+        f'{root / name / FILE} has the {RELATIVE} {told!r:.60}, expected true '
+        f'or false for each of {width} numbers of an action: mend it.'
+      )
+    stats['actions'] = {**actions, 'relative': told}
   return stats
+
+
+def _is_mask(x: Any, width: int) -> bool:
+  return isinstance(x, list) and [*map(type, x)] == [bool] * width
 
 
 def write(folder: str | pathlib.Path, asset: str, norm_stats: Mapping):

@@ -103,6 +103,42 @@ def test_damaged_processors_are_refused(tmp_path):
     normalization.of(stats, 'actions', quantiles=False)
 
 
+@pytest.mark.parametrize(
+  'changed',
+  [
+    {'eps': None},
+    {'norm_map': ['MEAN_STD']},
+    {'features': ['action'], 'norm_map': {}},
+    {'features': {'action': {}}, 'norm_map': {}},
+    {'features': {'action': {'shape': 3}}, 'norm_map': {}},
+  ],
+)
+def test_settings_of_another_kind_are_refused(changed, tmp_path):
+  folder = folder_of(tmp_path, 'MEAN_STD')
+  for path in folder.glob('policy_*.json'):
+    raw = json.loads(path.read_text())
+    raw['steps'][0]['config'] |= changed
+    path.write_text(json.dumps(raw))
+  with pytest.raises(weights.CheckpointError, match='settings .*copy it again'):
+    normalization.read(folder)
+
+
+@pytest.mark.parametrize('told', [True, 'yes', [True], [True] * 4, [1, 0, 1]])
+def test_another_entry_of_relative_actions_is_refused(told, tmp_path):
+  stats = {'state': STATS, 'actions': STATS | {'relative': told}}
+  normalization.write(tmp_path, 'robot', stats)
+  with pytest.raises(weights.CheckpointError, match='each of 3 numbers'):
+    normalization.read(tmp_path)
+
+
+def test_statistics_keep_the_epsilon_of_their_folder(tmp_path):
+  stats = normalization.read(folder_of(tmp_path, 'MEAN_STD'))
+  stats = {k: x | {'eps': 0.5} for k, x in stats.items()}
+  (tmp_path / 'own').mkdir()
+  lerobot_processors.write(tmp_path / 'own', stats, adaptive=False)
+  assert normalization.read(tmp_path / 'own')['actions']['eps'] == 0.5
+
+
 @pytest.mark.parametrize('adaptive', [False, True], ids=['pi0', 'pi05'])
 def test_what_is_written_is_read(adaptive, tmp_path):
   part = {k: STATS[k] for k in ('mean', 'std', 'q01', 'q99')}
@@ -116,10 +152,9 @@ def test_what_is_written_is_read(adaptive, tmp_path):
     own, want = (
       normalization.of(x, name, quantiles=adaptive) for x in (found, stats)
     )
-    # LeRobot adds another small number, where openpi's makes 1e-6 of 0.
-    np.testing.assert_allclose(
-      own.normalize(X)[:, :2], want.normalize(X)[:, :2], rtol=1e-4
-    )
+    # LeRobot widens a range by ε only where it is empty, openpi always.
+    np.testing.assert_allclose(own.normalize(X), want.normalize(X), rtol=1e-4)
+    np.testing.assert_allclose(own.unit, want.unit, rtol=1e-4)
   normalization.write(tmp_path, 'robot', stats)
   assert normalization.read(tmp_path) == stats
   # A mode is not openpi's: its file would be read in another one.
