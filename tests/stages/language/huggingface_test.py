@@ -9,7 +9,7 @@ import pytest
 import transformers
 from transformers.models.qwen2 import modeling_qwen2
 
-from stages.language import huggingface, language_model, stops, tokens
+from stages.language import huggingface, language_model, stops
 from stages.models import families, transformer
 from stages.models.files import weights, weights_writer
 from stages.models.layers import rope
@@ -210,34 +210,6 @@ def test_an_unsupported_model_is_refused(words, tmp_path):
   write(tmp_path, **PUBLISHED | REFUSED[words])
   with pytest.raises(weights.CheckpointError, match=words):
     huggingface.load_config(tmp_path)
-
-
-def test_no_checkpoint_is_a_sentence(tmp_path):
-  with pytest.raises(
-    weights.CheckpointError, match='There is no checkpoint at'
-  ):
-    huggingface.load_config(tmp_path / 'nowhere')
-  with pytest.raises(
-    weights.CheckpointError, match='There is no checkpoint at'
-  ):
-    huggingface.policy(str(tmp_path), response_length=3)
-
-
-def test_a_name_on_a_hub_is_answered_with_how_to_download_it():
-  name = 'Qwen/Qwen2.5-0.5B'
-  for load in huggingface.load_config, tokens.load_tokenizer:
-    with pytest.raises(ValueError, match=f'no checkpoint .*hf download {name}'):
-      load(name)
-
-
-def test_a_file_in_gguf_is_answered_with_how_to_convert_it(tmp_path):
-  file = tmp_path / 'model.gguf'
-  file.touch()
-  for load in huggingface.load_config, tokens.load_tokenizer:
-    with pytest.raises(ValueError, match=f'no checkpoint .*gguf_model {file}'):
-      load(str(file))
-  with pytest.raises(ValueError, match=f'no checkpoint .*gguf_model {file}'):
-    huggingface.load_config(tmp_path)  # Its folder.
 
 
 def test_a_broken_configuration_is_a_sentence(tmp_path):
