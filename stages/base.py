@@ -301,7 +301,8 @@ class Policy(NamedTuple):
       result in place of `params`, so that a loop of many actions computes it
       once. None where there is no such part.
     needs_raw_obs: whether observations must be in the environment's units, as
-      actions relative to a state are. Workflows then refuse `normalize_obs`.
+      the policy normalizes them by statistics of its own, or acts relative to a
+      state. Workflows then refuse `normalize_obs`.
   """
 
   init: Callable[[Key], Params]

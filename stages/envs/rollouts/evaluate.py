@@ -23,9 +23,9 @@ def init(policy: base.Policy, env: env_lib.Env, normalize_obs: bool, key):
   """
   if normalize_obs and policy.needs_raw_obs:
     raise ValueError(
-      "The policy's actions are relative to the state in the environment's "
-      'units, and the workflow normalizes observations: set normalize_obs = '
-      'False.'
+      "The policy reads the state in the environment's units, which it "
+      'normalizes by statistics of its own, and the workflow normalizes '
+      'observations before: set normalize_obs = False.'
     )
   stats = obs_stats.init(env.obs_spec) if normalize_obs else ()
   return {'policy': policy.init(key), 'obs_stats': stats}

@@ -259,7 +259,6 @@ def of_networks(
       _imitation_loss, networks, (chunk, action_width)
     ),
     imitation_is_mean=True,
-    needs_raw_obs=offset is not None,
   )
 
 

@@ -113,6 +113,7 @@ def policy(
     value if critic else None,
     recompute_logp=jnp.dtype(llama.dtype) != llama.param_dtype,
     sampling=sampling,
+    needs_raw_obs=state_stats is not None,
     round_params=functools.partial(openvla_oft.compute_params, config),
     imitation_loss=imitation_loss,
   )

@@ -155,7 +155,10 @@ def policy(
     logp_of=logp_of,
     offset=offset,
   )
-  own = own._replace(round_params=functools.partial(pi0.compute_params, config))
+  own = own._replace(
+    round_params=functools.partial(pi0.compute_params, config),
+    needs_raw_obs=norm_stats is not None,
+  )
   return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK) if lora else own
 
 

@@ -112,10 +112,14 @@ def test_reinforcement_learning_acts_relative_to_the_state():
   assert int(state.actor.step) > 0
 
 
-def test_a_state_in_other_units_than_actions_is_refused():
+@pytest.mark.parametrize('relative', [ONE, False])
+def test_a_state_that_would_be_normalized_twice_is_refused(relative):
+  make = functools.partial(
+    plain.policy, norm_stats=STATS, relative_actions=relative
+  )
   workflow = workflows.embodied_grpo(
     plain.ENV,
-    functools.partial(plain.policy, norm_stats=STATS, relative_actions=ONE),
+    make,
     optimizers.adamw(1e-2),
     num_envs=4,
     group_size=2,

@@ -167,6 +167,10 @@ def test_one_error_names_every_tensor_of_a_head_that_does_not_fit(
     policy(copy)
 
 
+def test_a_state_that_is_normalized_here_must_come_in_its_own_units(folder):
+  assert policy(folder).needs_raw_obs
+
+
 def test_what_is_not_a_file_of_tensors_is_refused(folder, tmp_path):
   class Program:
     def __reduce__(self):
