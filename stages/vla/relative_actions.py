@@ -7,6 +7,7 @@ which numbers of an action are relative. Number i is that of number i of the
 state, both in the units of the robot.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -73,13 +74,14 @@ def subtract(mask_A: np.ndarray | None, action, state) -> np.ndarray:
   Args:
     mask_A: as `mask` returns it.
     action: actions [N, A], or chunks of them [N, Z, A].
-    state: the state of each row [N, O], at the time when it is decided.
+    state: the state of each row [N, O], at the time when it is decided; None
+      if all actions are absolute.
   """
   if mask_A is None:
     return action
-  width = min(len(mask_A), state.shape[-1])
-  taken = np.zeros((len(state), len(mask_A)), np.float32)
-  taken[:, :width] = np.where(mask_A[:width], state[:, :width], 0.0)
+  # A plan's flow may be recorded meanwhile, and these are numbers.
+  with jax.ensure_compile_time_eval():
+    taken = np.asarray(offset(mask_A, jnp.asarray(state)))
   return action - (taken[:, None] if action.ndim == 3 else taken)
 
 

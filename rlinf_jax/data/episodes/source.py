@@ -8,9 +8,8 @@ import jax
 import numpy as np
 
 from rlinf_jax.data.episode_files import base as base_lib
-from rlinf_jax.data.episodes import folders, windows
+from rlinf_jax.data.episodes import chunks, folders, windows
 from stages import base, ranges, source_files
-from stages.envs import demonstrations
 from stages.vla import relative_actions as relative_lib
 
 PREFIXES = 'observation.images.', 'observation.'
@@ -122,6 +121,7 @@ def source(
   if held_out_split not in (None, folders.TRAIN):
     other = folders.read(folder, held_out_split)
   train = _train_episodes(data, held_out_episodes if other is data else 0)
+  mask_A = chunks.relative_mask(data, action, state, relative_actions)
   load, load_held_out = (
     functools.partial(
       _load,
@@ -129,7 +129,7 @@ def source(
       shown,
       action,
       state,
-      relative_actions,
+      mask_A,
       chunk,
       _prompts(part, instructions),
       normalize,
@@ -218,7 +218,7 @@ def _load(
   shown: Sequence[str],
   action: str,
   state: str | None,
-  relative: relative_lib.RelativeActions,
+  mask_A: np.ndarray | None,
   chunk: int,
   prompts: Mapping[int, Any],
   normalize: Callable[[np.ndarray], Any],
@@ -245,18 +245,9 @@ def _load(
         lambda *rows: np.stack(rows), *(prompts[task] for task in tasks)
       ),
     }
-    # A vector of one number is stored as a number.
-    vector = lambda y, T=episode.length: y.astype(np.float32).reshape(T, -1)
-    if state:
-      obs['state'] = vector(x[state])
-    moves = vector(x[action])
-    width = moves.shape[-1]
-    if chunk > 1:
-      length = np.array([episode.length])
-      moves = demonstrations.following(moves[None], length, chunk)[0]
-    here = obs.get('state', np.zeros((len(moves), 0)))
-    mask = relative_lib.mask(relative, width, here.shape[-1])
-    moves = relative_lib.subtract(mask, moves, here)
+    here, moves = chunks.of_episode(x, action, state, mask_A, chunk)
+    if here is not None:
+      obs['state'] = here
     # A plan's flow may be recorded meanwhile, and these are numbers.
     with jax.ensure_compile_time_eval():
       moves = np.asarray(normalize(moves))

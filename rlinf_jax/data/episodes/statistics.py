@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from rlinf_jax.data.episode_files import base
-from rlinf_jax.data.episodes import folders
+from rlinf_jax.data.episodes import chunks, folders
 from stages import ranges
-from stages.envs import demonstrations
 from stages.vla import relative_actions as relative_lib
 
 # Statistics of π0 and π0.5, and those of a number that stays as it is.
@@ -93,31 +92,21 @@ def _relative(
 ) -> dict[str, list] | None:
   """Statistics of all actions of all chunks; None if all are absolute.
 
-  Beyond the end of an episode, the last action is repeated, as in openpi.
+  As in openpi, these include the last action of an episode, repeated.
   """
-  data, chunks = folders.read(folder), []
-  names = [action, *([state] if state else ())]
-  for column in data.read_numbers(data.episodes, names):
-    T = len(column[action])
-    vector = lambda name, x=column, T=T: (
-      x[name].astype(np.float32).reshape(T, -1)
-    )
-    moves = vector(action)
-    here = vector(state) if state else np.zeros((T, 0))
-    mask = relative_lib.mask(relative, moves.shape[1], here.shape[1])
-    if mask is None:
-      return None
-    length = np.array([T])
-    moves = demonstrations.following(moves[None], length, chunk)[0]
-    chunks.append(
-      relative_lib.subtract(mask, moves.reshape(T, chunk, -1), here)
-    )
-  x = np.concatenate(chunks)
-  x = x.reshape(-1, x.shape[-1])
+  data = folders.read(folder)
+  mask_A = chunks.relative_mask(data, action, state, relative)
+  if mask_A is None:
+    return None
+  moves = [
+    chunks.of_episode(columns, action, state, mask_A, chunk)[1]
+    for columns in data.read_numbers(data.episodes, [action, state])
+  ]
+  x = np.concatenate(moves).reshape(-1, len(mask_A))
   # One number at a time: all of them in float64 may be gigabytes.
   columns = [_of(x[:, [i]].astype(np.float64)) for i in range(x.shape[1])]
   found = {k: [y for one in columns for y in one[k]] for k in columns[0]}
-  return found | {'relative': mask.tolist()}
+  return found | {'relative': mask_A.tolist()}
 
 
 def openpi(
