@@ -117,15 +117,9 @@ def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
       f'{config_errors.join_names(_READERS)}: convert it, or rename it.'
     )
   is_empty = True
-  try:
-    for where, row in _READERS[file.suffix](file):
-      is_empty = False
-      yield where, row
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f'{file} is not text in UTF-8 ({error.reason} at byte {error.start}): '
-      'convert it.'
-    ) from error
+  for where, row in _READERS[file.suffix](file):
+    is_empty = False
+    yield where, row
   if is_empty:
     raise ValueError(f'{file} has no rows: give a file with questions.')
 
@@ -294,7 +288,7 @@ def checked_text(text: str, where: str) -> str:
 
 def _csv_rows(file: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
   """The rows of a CSV file, whose first line names the columns."""
-  with file.open(encoding='utf-8-sig', newline='') as lines:
+  with json_lines.text_of(file, newline='') as lines:
     reader = csv.DictReader(lines)
     for row in _csv_records(reader, file):
       where = f'{file} line {reader.line_num}'

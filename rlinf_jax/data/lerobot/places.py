@@ -63,16 +63,14 @@ def episodes(
   return tuple(found[index] for index in sorted(found))
 
 
-def tasks(
-  rows: Iterable[tuple[str, Any, Any]],
-) -> dict[int, str]:
+def tasks(rows: Iterable[tuple[str, Any, Any]]) -> dict[int, str]:
   """Instructions by number.
 
   Args:
     rows: where each is listed, for messages, its number and its text.
 
   Raises:
-    ValueError: for another number or text.
+    ValueError: for another number or text, or two texts of one number.
   """
   found = {}
   for where, index, text in rows:
@@ -81,7 +79,11 @@ def tasks(
         f'{where} has the task {text!r:.40} of the task_index {index!r:.40}: '
         'expected a text and an integer of at least 0.'
       )
-    found[index] = text
+    if found.setdefault(index, text) != text:
+      raise ValueError(
+        f'{where} has the task {text!r:.40} of the task_index {index}, which '
+        f'is that of {found[index]!r:.40}, too: give each a number of its own.'
+      )
   return found
 
 

@@ -72,10 +72,4 @@ def _rows(root: pathlib.Path, name: str):
   path = root / name
   if not path.is_file():
     raise FileNotFoundError(f'There is no {path}: copy the folder again.')
-  try:
-    yield from json_lines.rows(path, EXAMPLES[name])
-  except UnicodeDecodeError as error:
-    raise ValueError(
-      f'{path} is not text in UTF-8 ({error.reason} at byte {error.start}): '
-      'copy it again.'
-    ) from error
+  yield from json_lines.rows(path, EXAMPLES[name])

@@ -238,6 +238,11 @@ LINES = [
   (version_2.EPISODES, '', 'lists no episodes'),
   (
     version_2.TASKS,
+    '{"task_index": 0, "task": "lift"}\n{"task_index": 0, "task": "push"}',
+    "line 2 has the task 'push' of the task_index 0, which is that of 'lift'",
+  ),
+  (
+    version_2.TASKS,
     '{"task_index": 0, "task": ["task 0"]}',
     r"line 1 has the task \['task 0'\] of the task_index 0",
   ),
