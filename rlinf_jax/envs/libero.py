@@ -183,8 +183,7 @@ class Libero:
     self._view, self._time, self._draws = view, 0, True
     for camera in view.cameras:
       self._draw_when_read(f'{CAMERAS[camera]}_image')
-    text = libero_files.instruction(name)
-    self._text = simulator.instruction_bytes(text)
+    self._text = libero_files.instruction(name)
     low, high = map(np.float32, self._env.env.action_spec)
     self._gripper_opens, self._turns = gripper_opens, turns
     if gripper_opens:
@@ -260,9 +259,10 @@ class Libero:
     state = _published_state(obs) if published else obs[ARM]
     # LIBERO returns them upside down.
     turned = np.s_[::-1, ::-1] if published else np.s_[::-1]
-    words = {'instruction': self._text}
     if self._view.prompt:
       words = {'prompt': self._view.prompt}
+    else:
+      words = {'instruction': simulator.instruction_bytes(self._text)}
     return {
       'state': state.astype(np.float32),
       'image': {

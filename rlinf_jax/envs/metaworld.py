@@ -254,7 +254,6 @@ class MetaWorld(gymnasium.Gymnasium):
     """
     self._view, self._settle_steps = view, settle_steps
     self._rewards_success, self._renderer = rewards_success, None
-    self._text = simulator.instruction_bytes(view.text)
     super().__init__(env, set_scene)
     spec = self.spec._replace(horizon=self.spec.horizon - settle_steps)
     if view.video:
@@ -294,9 +293,10 @@ class MetaWorld(gymnasium.Gymnasium):
   def _obs(self, obs_O: np.ndarray) -> simulator.Tree:
     if not self._view.image_size:
       return obs_O
-    words = {'instruction': self._text}
     if self._view.prompt:
       words = {'prompt': self._view.prompt}
+    else:
+      words = {'instruction': simulator.instruction_bytes(self._view.text)}
     return {'state': obs_O[:ARM], 'image': {'front': self._picture()}} | words
 
   def close(self):

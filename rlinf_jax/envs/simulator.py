@@ -116,9 +116,19 @@ def episode_seed(seed: int, call: int, attempt: int = 0) -> int:
 
 
 def instruction_bytes(text: str) -> np.ndarray:
-  """The first bytes of an instruction in UTF-8, padded with zeros."""
-  row = text.encode()[:INSTRUCTION_SIZE].ljust(INSTRUCTION_SIZE, b'\0')
-  return np.frombuffer(row, np.uint8)
+  """The bytes of an instruction in UTF-8, padded with zeros.
+
+  Raises:
+    UnavailableError: for more bytes than an observation has room for.
+  """
+  row = text.encode()
+  if len(row) > INSTRUCTION_SIZE:
+    raise UnavailableError(
+      f'The instruction {text!r:.60} has {len(row)} bytes, and observations '
+      f'have room for {INSTRUCTION_SIZE}: give a shorter one, or '
+      '`instructions`, which encodes it as tokens.'
+    )
+  return np.frombuffer(row.ljust(INSTRUCTION_SIZE, b'\0'), np.uint8)
 
 
 def leaves(tree: Tree, path: str = '') -> dict[str, Any]:
