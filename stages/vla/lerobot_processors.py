@@ -53,15 +53,16 @@ def read(folder: str | pathlib.Path) -> dict[str, Any] | None:
     CheckpointError: if its files are not LeRobot's.
   """
   folder = pathlib.Path(folder)
-  if not (folder / f'{BEFORE}.json').is_file():
-    return _from_buffers(folder)
-  before, after = _steps(folder, BEFORE), _steps(folder, AFTER)
   try:
-    return _of_steps(folder, before, after)
-  except (AttributeError, KeyError, TypeError) as error:
+    if (folder / f'{BEFORE}.json').is_file():
+      return _of_steps(folder, _steps(folder, BEFORE), _steps(folder, AFTER))
+    return _from_buffers(folder)
+  except weights.CheckpointError:
+    raise
+  except (AttributeError, KeyError, TypeError, ValueError) as error:
     raise weights.CheckpointError(
-      f'{folder} has settings in {BEFORE}.json or {AFTER}.json that are not '
-      f"LeRobot's ({error}): copy it again."
+      f'{folder} has settings of statistics, in {BEFORE}.json, {AFTER}.json or '
+      f"config.json, that are not LeRobot's ({error}): copy it again."
     ) from error
 
 

@@ -181,6 +181,10 @@ def test_statistics_among_the_weights_are_read_and_acted_by(tmp_path):
       )
   save_file(tensors, path)
   modes = {'STATE': 'MEAN_STD', 'ACTION': 'MEAN_STD'}
+  for wrong in '[]', '{"normalization_mapping": ["MEAN_STD"]}':
+    (tmp_path / 'config.json').write_text(wrong)
+    with pytest.raises(weights.CheckpointError, match='config.json, that are'):
+      normalization.read(tmp_path)
   text = json.dumps({'type': 'pi0', 'normalization_mapping': modes})
   (tmp_path / 'config.json').write_text(text)
   stats = normalization.read(tmp_path)
