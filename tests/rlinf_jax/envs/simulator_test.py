@@ -1,4 +1,4 @@
-"""What simulators of all kinds have in common."""
+"""Instructions as bytes, in observations of simulators."""
 
 import pytest
 
