@@ -1,4 +1,4 @@
-"""CPU-seconds for each group of completions that GRPO and DAPO learn from.
+"""Seconds for each group of completions that GRPO and DAPO learn from.
 
 python -m experiments.algorithms.informative runs/algorithms
 
@@ -15,7 +15,8 @@ from rlinf_jax.run_files import run_folder
 GROUPS = {'GRPO': 56, 'DAPO': 64}  # In a batch; of DAPO, in a round, too.
 HEADER = (
   '| algorithm | groups drawn | learned from | of them informative | '
-  'CPU-seconds for each of these | at the end |\n|---|---|---|---|---|---|'
+  'CPU-seconds for each of these | seconds for each | at the end |\n'
+  '|---|---|---|---|---|---|---|'
 )
 
 
@@ -44,10 +45,11 @@ def main(output: str):
       taken = groups * algorithms.STEPS
       of_run = table.summary(name, [run])
       (spent,), (end,) = of_run['cpu_seconds'], of_run['end']
+      (elapsed,) = of_run['wall_seconds']
       print(
         f'| {name} | {drawn(run.series, groups):,.0f} | {taken:,} | '
         f'{found:,.0f} ({found / taken:.0%}) | {spent / found:.3f} | '
-        f'{end:.1%} |'
+        f'{elapsed / found:.3f} | {end:.1%} |'
       )
 
 
