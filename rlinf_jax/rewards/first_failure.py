@@ -1,5 +1,6 @@
 """Reports the first failure of a reward; later ones are only counted."""
 
+import math
 import threading
 
 from rlinf_jax.system import notices
@@ -21,3 +22,23 @@ class Report:
           f'({why}). Others that fail are only counted.'
         )
       self._done = True
+
+  def number(self, value) -> float:
+    """A result of the reward as a number, NaN where it failed.
+
+    Args:
+      value: what the reward returned, or the exception that it raised.
+    """
+    if isinstance(value, Exception):
+      self(f'{type(value).__name__}: {value}')
+      return math.nan
+    try:
+      number = float(value)
+    except Exception as error:  # noqa: BLE001 (`__float__` of foreign code.)
+      self(
+        f'it returned {type(value).__name__}, and a number is expected: {error}'
+      )
+      return math.nan
+    if not math.isfinite(number):
+      self(f'it returned {number}, and a finite number is expected')
+    return number

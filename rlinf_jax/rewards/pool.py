@@ -5,6 +5,7 @@ fill the memory or crash the interpreter. Here, only their own reward is lost.
 """
 
 from collections.abc import Sequence
+import inspect
 import math
 
 from rlinf_jax.isolation import pool
@@ -32,9 +33,14 @@ def isolated(
       `pool.MAX_PROCESSES`.
 
   Raises:
-    ValueError: if the function cannot be imported by its name, or for limits
-      that no call could keep.
+    ValueError: if the function cannot be imported by its name or is `async`, or
+      for limits that no call could keep.
   """
+  if inspect.iscoroutinefunction(inspect.unwrap(function)):
+    raise ValueError(
+      f'The reward {function.__name__} is an `async` function, which processes '
+      'do not await: give it without `isolated`, and its calls wait together.'
+    )
   calls = pool.pool(
     function, seconds=seconds, memory=memory, processes=processes
   )
@@ -63,14 +69,9 @@ def _batched(calls: pool.Pool, name: str) -> base.Batched:
 
   def number(value) -> float:
     if isinstance(value, pool.CallError):
-      report(str(value))
+      report(str(value))  # It names the exception.
       return math.nan
-    try:
-      return float(value)
-    # Such as 10**400, or a text.
-    except (OverflowError, TypeError, ValueError) as error:
-      report(f'{type(error).__name__}: {error}')
-      return math.nan
+    return report.number(value)
 
   def score(completions: Sequence[base.Completion]) -> list[float]:
     return [number(value) for value in calls.map(completions)]

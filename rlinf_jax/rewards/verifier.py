@@ -1,9 +1,10 @@
 """The stage that rewards completions by a sum of functions."""
 
+import asyncio
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import functools
 import inspect
-import math
 
 import jax
 import jax.numpy as jnp
@@ -41,13 +42,14 @@ def verify(
   Args:
     checkpoint: folder of the model whose tokenizer to decode with.
     rewards: functions of a `Completion`, and reward models; by default, whether
-      the final answer is right. `pool.isolated` gives a function limits of time
-      and memory.
+      the final answer is right. Calls of an `async` function wait at the same
+      time. `pool.isolated` gives a function limits of time and memory.
     weights: the weight of each; 1 by default.
 
   Raises:
     ValueError: for weights that do not fit the rewards, or names that are not
-      different.
+      different; by the stage, where a `Batched` reward does not give one number
+      for each completion.
   """
   tokenizer = tokens.load_tokenizer(checkpoint)
   rewards = [functions.correct()] if rewards is None else list(rewards)
@@ -88,10 +90,7 @@ def _sum(
 
   def reward(reference: text_arrays.Reference, action_BT, mask_BT):
     completions = _completions(tokenizer, reference, action_BT, mask_BT)
-    scores = {
-      term.name: np.array(term.score(completions), np.float32).reshape(-1)
-      for term, _ in terms
-    }
+    scores = {term.name: _scores(term, completions) for term, _ in terms}
     failed_B = np.zeros(len(completions), np.float32)
     for name, score_B in scores.items():
       bad_B = ~np.isfinite(score_B)
@@ -112,6 +111,17 @@ def _sum(
     return base.Verdict(row, row, dict.fromkeys([*names, FAILED], row), vote)
 
   return stages.Stage(reward, 'reward', host=True, out_shapes=out_shapes)
+
+
+def _scores(term: rewards_base.Batched, completions: Sequence) -> np.ndarray:
+  """The rewards [B] of one term, NaN where it failed."""
+  score_B = np.array(term.score(completions), np.float32).reshape(-1)
+  if len(score_B) != len(completions):
+    raise ValueError(
+      f'The reward {term.name} gave {len(score_B)} numbers for '
+      f'{len(completions)} completions: a `Batched` reward gives one for each.'
+    )
+  return score_B
 
 
 def _completions(
@@ -144,18 +154,43 @@ def _batched(
     )
   _check_signature(reward, name)
   report = first_failure.Report(name)
+  is_async = inspect.iscoroutinefunction(_unwrapped(reward))
+  call = (_together if is_async else _one_by_one)(reward)
 
   def score(completions):
-    values = []
-    for completion in completions:
-      try:
-        values.append(float(reward(completion)))
-      except Exception as error:  # noqa: BLE001 (Foreign code.)
-        report(f'{type(error).__name__}: {error}')
-        values.append(math.nan)
-    return values
+    return [report.number(value) for value in call(completions)]
 
   return rewards_base.Batched(name, score)
+
+
+def _one_by_one(reward: Callable) -> Callable[[Sequence], list]:
+  """Lists results of a function, or exceptions, one for each completion."""
+
+  def result(completion):
+    try:
+      return reward(completion)
+    except Exception as error:  # noqa: BLE001 (Foreign code.)
+      return error
+
+  return lambda completions: [result(x) for x in completions]
+
+
+def _together(reward: Callable) -> Callable[[Sequence], list]:
+  """Lists those of an `async` function, whose calls wait at the same time."""
+  # One loop for all batches, as semaphores and clients belong to one, in a
+  # thread of its own, as that of a notebook runs another.
+  runner, thread = asyncio.Runner(), futures.ThreadPoolExecutor(1)
+
+  async def result(completion):
+    try:
+      return await reward(completion)
+    except Exception as error:  # noqa: BLE001 (Foreign code.)
+      return error
+
+  async def gather(completions):
+    return await asyncio.gather(*map(result, completions))
+
+  return lambda x: thread.submit(runner.run, gather(x)).result()
 
 
 def _unwrapped(function: Callable) -> Callable:

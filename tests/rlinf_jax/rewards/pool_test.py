@@ -97,6 +97,14 @@ def test_a_process_that_reads_nothing_costs_the_next_call_its_limit():
   assert time.perf_counter() - start < 30  # It would take a minute.
 
 
+def test_an_async_function_is_refused():
+  async def asks(completion):
+    return 1.0
+
+  with pytest.raises(ValueError, match='is an `async` function'):
+    pool.isolated(asks)
+
+
 def test_what_cannot_be_imported_is_refused_at_once():
   for function in (lambda completion: 1.0, print_nothing()):
     with pytest.raises(ValueError, match='put a function into a module'):

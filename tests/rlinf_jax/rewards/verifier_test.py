@@ -1,4 +1,7 @@
+import asyncio
 import functools
+import math
+import time
 
 import jax
 import numpy as np
@@ -66,6 +69,70 @@ def test_a_function_that_raises_costs_its_own_term(model, capsys):
   assert verdict.reward.tolist() == [1.5, 0]
   assert verdict.terms['failed'].tolist() == [0, 1]
   assert 'broken failed on a completion' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+  'value, why',
+  [
+    (None, 'it returned NoneType, and a number is expected'),
+    ([1.0, 2.0], 'it returned list, and a number is expected'),
+    (math.nan, 'it returned nan, and a finite number is expected'),
+    (-math.inf, 'it returned -inf, and a finite number is expected'),
+  ],
+)
+def test_what_is_no_number_is_reported(model, capsys, value, why):
+  def mine(completion):
+    return value
+
+  verdict = judge(model, ['12'], rewards=[answers_two, mine])
+  assert verdict.reward.tolist() == [1]
+  assert verdict.terms['failed'].tolist() == [1]
+  assert why in capsys.readouterr().out
+
+
+async def asks(completion: base.Completion) -> float:
+  await asyncio.sleep(0.2)
+  return 1 / len(completion.text)
+
+
+def test_calls_of_an_async_function_wait_at_the_same_time(model, capsys):
+  start = time.monotonic()
+  texts = ['', *['12'] * 31]
+  partial = functools.partial(asks)
+  verdict = judge(model, texts, rewards=[answers_two, partial])
+  assert time.monotonic() - start < 0.2 * len(texts) / 2
+  assert verdict.terms['asks'].tolist() == [0, *[0.5] * 31]
+  assert verdict.terms['failed'].tolist() == [1, *[0] * 31]
+  assert 'ZeroDivisionError' in capsys.readouterr().out
+
+
+def test_a_semaphore_of_an_async_function_holds_for_all_batches(model):
+  few = asyncio.Semaphore(2)
+
+  async def mine(completion):
+    async with few:
+      await asyncio.sleep(0)
+      return 1.0
+
+  verify = verifier.verify(model, rewards=[mine])
+  packed = text_arrays.pack(['1'] * 4)
+  reference = text_arrays.Reference(packed, packed)
+  rows = tokens.encode_completions(tokens.load_tokenizer(model), ['1'] * 4, 8)
+  for _ in range(2):
+    assert verify(reference, *rows).reward.tolist() == [1] * 4
+
+
+def test_an_async_function_is_awaited_beside_a_running_loop(model):
+  async def notebook():
+    return judge(model, ['12'], rewards=[asks])
+
+  assert asyncio.run(notebook()).reward.tolist() == [0.5]
+
+
+def test_a_batched_reward_of_another_length_is_refused(model):
+  short = base.Batched('short', lambda completions: [1.0])
+  with pytest.raises(ValueError, match='gave 1 numbers for 2 completions'):
+    judge(model, ['1', '2'], rewards=[short])
 
 
 def test_a_function_of_a_module_can_be_isolated(model):
