@@ -7,13 +7,14 @@ Vulkan device. For ManiSkill's vectorized simulation on a GPU see `vector`.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import gc
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlinf_jax.envs import maniskill_drawing, simulator, task_turns
 from rlinf_jax.envs import settings as settings_lib
-from rlinf_jax.envs import simulator, task_turns
 from rlinf_jax.envs.put_on_plate import kinds as kinds_lib
 
 VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
@@ -99,6 +100,7 @@ def make(
   kinds: str | Sequence[str] | None = None,
   images: bool = False,
   image_size: simulator.PositiveInt = 128,
+  fast_rendering: bool = False,
   video: bool = False,
   instruction: str | None = None,
   prompts: Mapping[str, Mapping[str, np.ndarray]] | None = None,
@@ -121,7 +123,11 @@ def make(
     kinds: of objects in 'PutOnPlate-v1': 'train', 'held_out', 'all', or names;
       None for 'train', and for other tasks.
     images: whether observations have images of the task's cameras.
-    image_size: their edge, in pixels.
+    image_size: their edge, in pixels. They are drawn where they are read: of a
+      chunk of actions, after the last one.
+    fast_rendering: whether the arm is drawn by its collision shapes, which have
+      a few hundred corners a link in place of some ten thousand. Where a CPU
+      draws, a picture takes a quarter of the time.
     video: whether evaluations are recorded, by a camera of the task that is
       not the robot's. Where nothing can render, there is no video.
     instruction: as for `env`.
@@ -137,7 +143,8 @@ def make(
   """
   del index
   registration = _installed(task)
-  no_rendering = _no_rendering()
+  _freeze_modules()
+  no_rendering = maniskill_drawing.no_rendering()
   if no_rendering and images:
     raise simulator.UnavailableError(
       f'{no_rendering}. Without one there are tasks by state.'
@@ -177,6 +184,8 @@ def make(
     sim_backend='physx_cpu',
     **(render | settings),
   )
+  if fast_rendering and render['render_backend'] != 'none':
+    maniskill_drawing.draw_collision_shapes(env)
   told = Instruction(env, instruction, prompts) if images else None
   return ManiSkill(env, horizon, video, told)
 
@@ -256,21 +265,36 @@ class ManiSkill:
     return self._with_instruction(_obs(obs))
 
   def step(self, action_A: np.ndarray) -> simulator.Step:
-    obs, reward, terminated, _, info = self._env.step(action_A)
+    obs, step = self._step(action_A)
+    return step._replace(obs=self._with_instruction(_obs(obs)))
+
+  def advance(self, action_A: np.ndarray) -> simulator.Step:
+    with maniskill_drawing.no_pictures(self._env):
+      _, step = self._step(action_A)
+    if not (step.terminated or step.truncated):
+      return step
+    # Without `info`, ManiSkill would evaluate the step a second time.
+    obs = self._env.get_obs(self._info)
+    return step._replace(obs=self._with_instruction(_obs(obs)))
+
+  def _step(self, action_A: np.ndarray) -> tuple[Any, simulator.Step]:
+    """ManiSkill's observation, and the step without one."""
+    obs, reward, terminated, _, self._info = self._env.step(action_A)
     self._time += 1
-    return simulator.Step(
-      obs=self._with_instruction(_obs(obs)),
+    return obs, simulator.Step(
+      obs=None,
       reward=float(reward[0]),
       terminated=bool(terminated[0]),
       truncated=self._time >= self.spec.horizon,
-      success=bool(info['success'][0]) if 'success' in info else False,
+      success=bool(self._info.get('success', (False,))[0]),
     )
 
   def render(self) -> np.ndarray:
     cameras = self._env.scene.human_render_cameras
-    if _no_rendering() or not cameras:
+    missing = maniskill_drawing.no_rendering()
+    if missing or not cameras:
       raise simulator.UnavailableError(
-        _no_rendering() or 'the task has no camera for people'
+        missing or 'the task has no camera for people'
       )
     return self._env.render_rgb_array(next(iter(cameras)))[0].numpy()
 
@@ -354,35 +378,14 @@ def _installed(task: str):
 
 
 @functools.cache
-def _no_rendering() -> str:
-  """Why nothing can be rendered here; '' if it can."""
-  import sapien
+def _freeze_modules():
+  """Keeps garbage collections from visiting what has been imported so far.
 
-  try:
-    sapien.render.RenderMaterial()
-  except RuntimeError as error:
-    # Tasks by state create materials, too.
-    sapien.render.RenderMaterial = NullMaterial
-    sapien.pysapien.render.RenderMaterial = NullMaterial
-    return (
-      f"ManiSkill's images need a Vulkan device ({error}): install the "
-      "driver of a GPU, or Mesa 25's for processors (`mesa-vulkan-drivers`; "
-      'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found)'
-    )
-  return ''
-
-
-class NullMaterial:
-  """Replaces a surface material where nothing is rendered."""
-
-  def __init__(self, *args, **kwargs):
-    """Takes any arguments."""
-
-  def __setattr__(self, name, value):
-    """Ignores the value."""
-
-  def __getattr__(self, name):
-    return lambda *args, **kwargs: None
+  ManiSkill collects whenever it builds a scene, which a reset may do. Visiting
+  the objects of PyTorch and others took four fifths of such a reset.
+  """
+  gc.collect()
+  gc.freeze()
 
 
 def _nearest(task: str, registration) -> str:
