@@ -89,13 +89,16 @@ def _sample(sample: Mapping[str, Any]) -> str:
   if 'correct' in sample:
     kind, mark = (' right', '✓ ') if _is_right(sample) else (' wrong', '✗ ')
   score = f'<span class="reward">{mark}{reward:.3g}</span>'
-  prompt, completion = (
+  # Samples of a training, and records of some sources, have no answer.
+  texts = sample['prompt'], sample['completion'], sample.get('answer', '')
+  prompt, completion, answer = (
     html.escape(text if len(text) <= LONGEST else text[:LONGEST] + ' …')
-    for text in (str(sample['prompt']), str(sample['completion']))
+    for text in map(str, texts)
   )
   return (
     f'<div class="sample{kind}">{score}'
-    f'<pre><i>{prompt}</i>{completion}</pre></div>'
+    f'<pre><i>{prompt}</i>{completion}</pre>'
+    f'{answer and f"<small>The answer is {answer}</small>"}</div>'
   )
 
 

@@ -144,6 +144,17 @@ def test_a_reward_does_not_tell_what_is_correct(tmp_path, scores, title, marks):
     report.write(folder)
 
 
+def test_samples_of_an_evaluation_say_the_right_answer(tmp_path):
+  folder = fake_run.make_run(tmp_path / 'run', steps=3, every=1)
+  sample = {'step': 0, 'split': 'eval', 'prompt': 'Is 2 < 3?', 'reward': 0.0}
+  sample |= {'completion': 'no', 'correct': 0.0}
+  with_answer = sample | {'answer': '2 < 3 holds'}
+  fake_run.write_lines(folder / 'samples.jsonl', [sample, with_answer])
+  page = report.write(folder).read_text(encoding='utf-8')
+  assert page.count('The answer is') == 1
+  assert 'The answer is 2 &lt; 3 holds' in page
+
+
 def test_predictions_of_stages_of_next_to_no_time_are_left_out(tmp_path):
   folder = fake_run.make_run(tmp_path / 'run', steps=3, every=1)
   stages = {'generate': [0.9, 'measured'], 'sometimes': [0.02, 'modeled']}
