@@ -40,6 +40,10 @@ SEED = flags.DEFINE_integer('seed', 0, 'Seed of sampling.', 0, 2**63 - 1)
 STEP = 128  # Prompts are padded to multiples, so that few lengths compile.
 
 
+class TooLongError(ValueError):
+  """A conversation is too long for the model; the message says by how much."""
+
+
 class Chat:
   """A model that answers conversations.
 
@@ -65,7 +69,7 @@ class Chat:
 
     Raises:
       ValueError: if there is no such model or adapter, or the model has no
-        chat template that works.
+        chat template that works, or no more positions than an answer takes.
     """
     self.tokenizer = tokens.load_tokenizer(model)
     if not self.tokenizer.chat_template:
@@ -74,6 +78,14 @@ class Chat:
         'instruct model.'
       )
     self._text([{'role': 'user', 'content': 'x'}])  # Refused before weights.
+    most = huggingface.load_config(model).max_positions
+    self._room = math.inf if most is None else most - length
+    if self._room <= 0:
+      raise ValueError(
+        f'An answer of up to {length} tokens leaves none for a question: the '
+        f'model has {most} positions (max_position_embeddings in its config'
+        f'.json). Give a smaller --length, such as {max(1, most // 2)}.'
+      )
     self._policy = huggingface.policy(
       model,
       response_length=length,
@@ -90,10 +102,20 @@ class Chat:
     Args:
       messages: the conversation so far, as chat templates take it.
       key: of the sampling.
+
+    Raises:
+      TooLongError: if the model has no positions for it and an answer.
     """
     text = self._text(messages)
     ids = self.tokenizer(text, add_special_tokens=False)['input_ids']
-    prompt = tokens.pad_left([ids], -(-len(ids) // STEP) * STEP)
+    if len(ids) > self._room:
+      raise TooLongError(
+        f'The conversation has {len(ids)} tokens, and beside an answer the '
+        f'model reads at most {self._room}: say less, give a smaller --length, '
+        'or start a new conversation.'
+      )
+    length = min(-(-len(ids) // STEP) * STEP, self._room)
+    prompt = tokens.pad_left([ids], length)
     keys = jax.random.split(key, 1)
     x: base.Experience = self._act(
       self._params, jax.tree.map(jnp.asarray, prompt), keys, greedy=self._greedy
@@ -115,7 +137,8 @@ def converse(
   """Yields an answer to each line, until one is empty.
 
   A line with characters that the tokenizer cannot encode does not reach the
-  model: its answer says which they are.
+  model: its answer says which they are. Nor does one for which the model lacks
+  positions.
   """
   messages = [{'role': 'system', 'content': system}] if system else []
   for n, line in enumerate(lines):
@@ -129,7 +152,12 @@ def converse(
       )
       continue
     messages.append({'role': 'user', 'content': line.strip()})
-    text = chat.answer(messages, jax.random.fold_in(key, n))
+    try:
+      text = chat.answer(messages, jax.random.fold_in(key, n))
+    except TooLongError as error:
+      messages.pop()
+      yield f'({error})'
+      continue
     messages.append({'role': 'assistant', 'content': text})
     yield text
 

@@ -219,7 +219,6 @@ def main(_):
   logging.set_verbosity(logging.FATAL)
   allocator.retain_freed_memory()
   allocator.claim_accelerators()
-  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   try:
     folder = workdir()
     if COMPILE.value and not PLAN_ONLY.value:

@@ -46,6 +46,8 @@ def begin():
     # In a locale without them, signs such as → are written by their numbers.
     if stream is not None:
       stream.reconfigure(errors='backslashreplace')
+  # That there is no torch, which only vLLM and simulators need.
+  os.environ.setdefault('TRANSFORMERS_NO_ADVISORY_WARNINGS', '1')
   if f'{__package__}.main' in names:
     exit_watcher.start()
 

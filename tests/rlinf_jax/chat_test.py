@@ -1,5 +1,8 @@
 """A conversation with a model and adapters."""
 
+import json
+import shutil
+
 import jax
 import pytest
 
@@ -43,3 +46,23 @@ def test_an_adapter_answers_as_the_merged_model(here):
 def test_an_adapter_alone_is_refused_with_the_flag_that_takes_it(here):
   with pytest.raises(ValueError, match=r'give the folder .* --adapter'):
     chat.Chat(str(here[0] / 'adapter'), length=6)
+
+
+def test_a_conversation_may_fill_the_positions_of_its_model(here, tmp_path):
+  """And a line that does not fit into them leaves those before it."""
+  model = shutil.copytree(here[1], tmp_path / 'short')
+  config = json.loads((model / 'config.json').read_text())
+  config['max_position_embeddings'] = 80
+  (model / 'config.json').write_text(json.dumps(config))
+  there = chat.Chat(str(model), length=6)
+  lines = ['one', 'two' * 40, 'one']
+  first, refused, again = chat.converse(there, lines, None, jax.random.key(0))
+  assert '--length' in refused and 'reads at most 74' in refused
+  assert '--length' not in first + again
+  assert first == next(
+    chat.converse(
+      chat.Chat(here[1], length=6), ['one'], None, jax.random.key(0)
+    )
+  )
+  with pytest.raises(ValueError, match='smaller --length, such as 40'):
+    chat.Chat(str(model), length=80)
