@@ -21,6 +21,8 @@ IMPORT = re.compile(
   r'^[ \t]*((?:from +(\S+) +)?import +(\S+)(?: +as +(\S+))?)', re.M
 )
 
+INCLUDE = re.compile(r'^[ \t]*include +[\'"](.+?)[\'"]', re.M)
+
 
 @contextlib.contextmanager
 def rephrased(where: str, header: str = '') -> Iterator[None]:
@@ -29,7 +31,7 @@ def rephrased(where: str, header: str = '') -> Iterator[None]:
   Args:
     where: what is being read, for the start of the message.
     header: import statements that apply there; those of a file are read from
-      the file.
+      the file and those that it includes.
   """
   try:
     yield
@@ -50,7 +52,7 @@ def rephrased(where: str, header: str = '') -> Iterator[None]:
     # An error about indentation names the file `<tokenize>`.
     if location is not None and pathlib.Path(location[1]).is_file():
       where = f'{location[1]} line {location[2]}'
-      header = pathlib.Path(location[1]).read_text()
+      header = _with_includes(pathlib.Path(location[1]), set())
     missing = re.match(r'Unable to open file: (.+)\. Searched', text)
     if missing is not None:
       raise FileNotFoundError(f'{where}: {no_file(missing[1])}') from error
@@ -58,6 +60,18 @@ def rephrased(where: str, header: str = '') -> Iterator[None]:
     if message is None:
       raise
     raise ValueError(f'{where}: {message}') from error
+
+
+def _with_includes(path: pathlib.Path, seen: set[pathlib.Path]) -> str:
+  """The text of a gin file, after those that it includes and are not `seen`."""
+  seen.add(path)
+  text = path.read_text()
+  for name in INCLUDE.findall(text):
+    paths = (root / name for root in (pathlib.Path(), ROOT))
+    found = next((x for x in paths if x.is_file()), None)
+    if found is not None and found not in seen:
+      text = f'{_with_includes(found, seen)}\n{text}'
+  return text
 
 
 def missing_argument(error: TypeError) -> str | None:

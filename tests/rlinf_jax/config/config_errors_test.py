@@ -126,6 +126,15 @@ def test_an_error_in_a_file_names_the_line():
   )
 
 
+def test_a_parameter_is_suggested_where_an_include_imports_its_function():
+  write('base.gin', BASE)
+  write('top.gin', "include 'base.gin'\nflows.grpo.clip_hihg = 1\n")
+  assert refused(files=['top.gin']) == (
+    'top.gin line 2: `flows.grpo` has no parameter `clip_hihg`; did you mean '
+    '`clip_high`?'
+  )
+
+
 def test_an_error_in_an_include_names_the_line_of_the_include():
   write('top.gin', "include 'base.gin'\ninclude 'inner.gin'")
   write('inner.gin', '\nSTEPS == 3')
