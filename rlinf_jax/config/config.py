@@ -18,6 +18,8 @@ import functools
 import inspect
 import math
 import os
+import pprint
+import types
 from typing import Any
 
 from absl import flags
@@ -39,6 +41,12 @@ GIN_BINDINGS = flags.DEFINE_multi_string(
   'gin_bindings', [], 'gin bindings, read after the files.'
 )
 WORKDIR = flags.DEFINE_string('workdir', None, 'The run folder.')
+
+# gin sorts the keys of a dict as it writes it. But the order of files, sets and
+# places counts, and a saved recipe must be the same one.
+gin.config.pprint = types.SimpleNamespace(
+  pformat=functools.partial(pprint.pformat, sort_dicts=False)
+)
 
 SCOPE = '# Parameters are read in the scope'  # Begins a line of a saved file.
 _WORKDIR = 'WORKDIR/gin.macro.value'

@@ -311,6 +311,21 @@ def test_a_saved_config_runs_alone(recipe_folder):
   assert run()[0][4] == 'runs/y' and run()[2] == 6
 
 
+def test_saved_dicts_keep_their_order(recipe_folder):
+  """As the order of files to train on, which a resumed run compares."""
+  files = {'z.jsonl': 3, 'a.jsonl': {'n': 1, 'b': 2}}
+  parse(f'FILES = {files}', f'flows.grpo.loss = {files}')
+  run()
+  config.save('config.gin')
+  config.save_operative('operative.gin')
+  config.parse(['config.gin'], [], 'runs/x')
+  loss = run()[0][4]
+  assert [*loss] == ['z.jsonl', 'a.jsonl'] and [*loss['a.jsonl']] == ['n', 'b']
+  for name in ('config.gin', 'operative.gin'):
+    saved = (recipe_folder / name).read_text()
+    assert saved.count(str(files)) == (2 if name == 'config.gin' else 1)
+
+
 def test_the_operative_config_shows_what_was_read_with_defaults(recipe_folder):
   parse()
   run()
