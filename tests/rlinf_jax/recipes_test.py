@@ -57,6 +57,7 @@ FOLDERS = (
   'experiments/agents',
   'experiments/arithmetic',
   'experiments/compiled',
+  'experiments/maniskill',
   'experiments/rlpd',
   'experiments/smollm',
   'gin_configs',
@@ -219,7 +220,10 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *given]
   if 'ppo_openvla_maniskill' in name:
     bindings = [*bindings, *openvla_rl_bindings(folder / 'model')]
-  if 'pi05_maniskill' in name + text or 'ppo_openvla_maniskill' in name:
+  if any(
+    x in name + text
+    for x in ('pi05_maniskill', 'ppo_openvla_maniskill', 'plate_script')
+  ):
     # They read pictures, and few machines can render them.
     pictured_push.replace_pools(
       stack.enter_context(pytest.MonkeyPatch.context())
