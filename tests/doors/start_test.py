@@ -132,13 +132,16 @@ def test_tensorstore_prints_nothing_once_orbax_has_failed():
   assert (done.returncode, done.stdout, done.stderr) == (0, '', '')
 
 
-PRINTS = 'import signal; print(signal.getsignal(signal.SIGINT).__name__)\n'
+PRINTS = """
+import gc, signal
+print(signal.getsignal(signal.SIGINT).__name__, gc.isenabled())
+"""
 
 
 @pytest.mark.parametrize(
   'arguments', [('-c', f'import rlinf_jax.train\n{PRINTS}'), ('-m', 'other')]
 )
-def test_programs_of_others_keep_the_interrupts_of_python(arguments, tmp_path):
+def test_programs_of_others_keep_what_python_does(arguments, tmp_path):
   (tmp_path / 'other').mkdir()
   (tmp_path / 'other/__init__.py').write_text('import rlinf_jax\n')
   (tmp_path / 'other/__main__.py').write_text(PRINTS)
@@ -149,7 +152,29 @@ def test_programs_of_others_keep_the_interrupts_of_python(arguments, tmp_path):
     text=True,
     check=True,
   )
-  assert done.stdout == 'default_int_handler\n'
+  assert done.stdout == 'default_int_handler True\n'
+
+
+IMPORTS = """
+import gc, sys
+sys.orig_argv, sys.argv[:] = ['-m', 'rlinf_jax.chat'], ['-m']
+from rlinf_jax import startup
+print(gc.isenabled())
+kept = [[] for _ in range(10_000)]
+with startup.ended():
+  print(gc.isenabled(), gc.get_freeze_count() > 10_000)
+"""
+
+
+def test_no_garbage_is_looked_for_until_modules_are_imported():
+  done = subprocess.run(
+    [sys.executable, '-c', IMPORTS],
+    cwd=ROOT,
+    capture_output=True,
+    text=True,
+    timeout=120,
+  )
+  assert done.stdout == 'False\nTrue True\n', done.stderr
 
 
 @pytest.mark.parametrize(
