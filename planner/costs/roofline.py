@@ -85,13 +85,9 @@ class Roofline:
     self.capacity = cluster.capacity
     several = cluster.num_devices > cluster.devices_per_node
     self.alignment = cluster.devices_per_node if several else 1
+    flows = (flow, evaluation) if evaluation else (flow,)
     self.axes = functools.cache(
-      functools.partial(
-        allowed_meshes.meshes,
-        (flow, evaluation) if evaluation else (flow,),
-        self.layout,
-        cluster.devices_per_node,
-      )
+      allowed_meshes.Meshes(flows, self.layout, cluster.devices_per_node).of
     )
     self._memo, self._parameters = {}, {}
     self._waiting = host_stage.waiting(flow) if measured.answers else ()

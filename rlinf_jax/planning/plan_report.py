@@ -125,7 +125,7 @@ def report_plan(
   lines += [_turns(result), _colocated(result.space)]
   if result.best is None:
     data['shortage'] = {} if compiled else _shortage(flow, model, result)
-    lines += [_no_plan(data)]
+    lines += [_no_plan(data, _too_many_devices(flow, model))]
   else:
     lines += _fastest(flow, model, result, staleness, data)
     cost = cost_table.CostTable(model, chosen)
@@ -265,7 +265,19 @@ def _shortage(flow, model, result) -> dict[str, str | list[str]]:
   return {'lacks': lacks, 'bindings': bindings}
 
 
-def _no_plan(data) -> str:
+def _too_many_devices(flow, model) -> str:
+  """Says that no plan has one place, if no mesh of all devices divides rows."""
+  devices = model.cluster.num_devices
+  if model.axes(tuple(flow.stages), devices):
+    return ''
+  return (
+    f'No mesh of all {devices:,} devices can divide the rows of every stage '
+    'into whole groups, so that each plan has several places: a larger batch '
+    'or fewer devices are planned sooner.'
+  )
+
+
+def _no_plan(data, too_many: str) -> str:
   """Says why there is no plan, and whether that is proved."""
   nearest = 'The nearest to fitting:' if data['infeasible'] else ''
   if data.get('compiled'):
@@ -276,8 +288,8 @@ def _no_plan(data) -> str:
   if not data['searched']['proved']:
     return (
       'No plan was found in the time limit, and it is not proved that there is '
-      f'none: the search was stopped, and --plan_seconds gives it more. '
-      f'{nearest}'.rstrip()
+      'none: the search was stopped, and --plan_seconds gives it more. '
+      f'{" ".join(filter(None, (too_many, nearest)))}'.rstrip()
     )
   if nearest:
     return (

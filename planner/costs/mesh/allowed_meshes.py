@@ -1,68 +1,110 @@
 """The meshes that a place of some stages may have."""
 
 from collections.abc import Sequence
+import functools
 import math
 
 from planner.costs.mesh import layout as layout_lib
 from planner.ir import graph, groups
 
 
-def meshes(
-  flows: Sequence[graph.Flow],
-  layout: layout_lib.Layout,
-  devices_per_node: int,
-  stages: tuple[str, ...],
-  devices: int,
-) -> Sequence[layout_lib.Axes]:
-  """Returns the meshes that a place of some stages may have, if any.
+class Meshes:
+  """The meshes that a place of some stages may have, memoized.
 
   Axes without rows stay within a node, as they communicate in every layer. They
   are the innermost, so that on several nodes the product of their sizes must
   divide `devices_per_node`. An engine outside JAX stays within a node, too, as
   it belongs to one process.
 
-  Args:
-    flows: those of a step, and of an evaluation where there is one, whose
-      batches have rows of their own.
-    layout: of values on meshes.
-    devices_per_node: of the cluster.
-    stages: names of the stages.
-    devices: number of devices of the place.
+  A mesh divides what several stages read and write if it divides that of each.
+  So what is known of a stage holds in every place: on many devices, a search
+  asks for a hundred thousand sets of stages and sizes.
   """
-  engines = any(
-    node.name in stages and _is_engine(node)
-    for flow in flows
-    for node in flow.nodes
-  )
-  if engines and devices > devices_per_node:
-    return ()
-  demands = [_demands(flow, stages) for flow in flows]
-  letters = {
-    letter
-    for kinds, _ in demands
-    for some, _ in kinds
-    for letter in some
-    if letter not in ('', 'B')
-  }
-  wanted = {axis for x in letters for axis in layout.axes_of(x)}
-  # The first axis of rows is for replicas, and is always allowed.
-  names = list(layout.of_rows[:1])
-  names += [a for a in layout.of_rows[1:] if a in wanted]
-  inner = sorted(wanted - set(layout.of_rows))
-  found = layout_lib.meshes(devices, (*names, *inner))
-  return tuple(
-    axes
-    for axes in found
-    if (
-      devices <= devices_per_node
-      or not devices_per_node
-      % math.prod(n for _, n in layout.without_rows(axes))
+
+  def __init__(
+    self,
+    flows: Sequence[graph.Flow],
+    layout: layout_lib.Layout,
+    devices_per_node: int,
+  ):
+    """Asks for nothing yet.
+
+    Args:
+      flows: those of a step, and of an evaluation where there is one, whose
+        batches have rows of their own.
+      layout: of values on meshes.
+      devices_per_node: of the cluster.
+    """
+    self._flows, self._layout = flows, layout
+    self._devices_per_node = devices_per_node
+    self._engines = {
+      node.name for flow in flows for node in flow.nodes if _is_engine(node)
+    }
+    self._candidates = functools.cache(self._all_meshes)
+    self._demands = functools.cache(
+      lambda stage: [_demands(flow, (stage,)) for flow in flows]
     )
-    and all(
-      _divides(layout, axes, flow, *some)
-      for flow, some in zip(flows, demands, strict=True)
+    self._axes_read = functools.cache(self._axes_of_stage)
+    self._of_stage = functools.cache(self._divided_by)
+
+  def of(
+    self, stages: tuple[str, ...], devices: int
+  ) -> tuple[layout_lib.Axes, ...]:
+    """Returns the meshes that a place may have, if any.
+
+    Args:
+      stages: names of its stages.
+      devices: number of its devices.
+    """
+    if devices > self._devices_per_node and self._engines.intersection(stages):
+      return ()
+    wanted = frozenset().union(*map(self._axes_read, stages))
+    allowed = [self._of_stage(stage, devices, wanted) for stage in stages]
+    if not all(allowed):
+      return ()
+    return tuple(
+      axes
+      for axes in self._candidates(devices, wanted)
+      if all(axes in some for some in allowed)
     )
-  )
+
+  def _axes_of_stage(self, stage: str) -> frozenset[str]:
+    """Returns the axes that divide a dimension of what a stage has."""
+    letters = {
+      letter
+      for kinds, _ in self._demands(stage)
+      for some, _ in kinds
+      for letter in some
+      if letter not in ('', 'B')
+    }
+    return frozenset(axis for x in letters for axis in self._layout.axes_of(x))
+
+  def _all_meshes(self, devices: int, wanted: frozenset[str]) -> tuple:
+    """Returns every mesh of some axes whose inner ones stay within a node."""
+    layout, node = self._layout, self._devices_per_node
+    # The first axis of rows is for replicas, and is always allowed.
+    names = list(layout.of_rows[:1])
+    names += [a for a in layout.of_rows[1:] if a in wanted]
+    inner = sorted(wanted - set(layout.of_rows))
+    return tuple(
+      axes
+      for axes in layout_lib.meshes(devices, (*names, *inner))
+      if devices <= node
+      or not node % math.prod(n for _, n in layout.without_rows(axes))
+    )
+
+  def _divided_by(
+    self, stage: str, devices: int, wanted: frozenset[str]
+  ) -> frozenset[layout_lib.Axes]:
+    """Returns those of `_all_meshes` that divide what a stage has."""
+    return frozenset(
+      axes
+      for axes in self._candidates(devices, wanted)
+      if all(
+        _divides(self._layout, axes, flow, *some)
+        for flow, some in zip(self._flows, self._demands(stage), strict=True)
+      )
+    )
 
 
 def fits(

@@ -243,6 +243,19 @@ def test_a_search_without_time_proves_nothing(tmp_path):
   assert 'no plan was found, and nothing is proved' in shown
 
 
+@pytest.mark.parametrize('devices', [2, 7])
+def test_a_search_without_time_says_if_all_devices_have_no_mesh(
+  devices, tmp_path
+):
+  """Seven devices cannot divide the batch, so that no plan has one place."""
+  found, printed, _ = reported(
+    tmp_path, memory=1e4, seconds=0.0, devices=devices, node=devices
+  )
+  assert found.best is None
+  why = f'No mesh of all {devices} devices can divide the rows'
+  assert (why in printed) == (devices == 7)
+
+
 def test_a_compiler_that_was_given_no_plan_refuses_none(tmp_path):
   _, printed, data = reported(
     tmp_path, memory=1e4, seconds=0.0, compile_for=topology.parse('cpu:2')

@@ -91,7 +91,7 @@ def pairs(costs, pieces):
   """All plans of two devices whose two meshes take turns."""
   others = [stage for stage in step().stages if stage != 'generate']
   meshes = (
-    allowed_meshes.meshes([step()], costs.layout, 2, some, 2)
+    allowed_meshes.Meshes([step()], costs.layout, 2).of(some, 2)
     for some in (tuple(others), ('generate',))
   )
   for mine, its in itertools.product(*meshes):

@@ -1,5 +1,6 @@
 """Meshes that a planner offers, and bytes on them, against those of JAX."""
 
+import itertools
 import math
 
 import jax
@@ -97,7 +98,7 @@ def test_stages_without_dimension_letters_allow_data_parallelism_alone(
   assert m.axes(('reward',), 4) == ((('data', 4),),)
 
 
-def test_a_flow_is_read_once_for_all_meshes():
+def test_a_flow_is_read_once_for_all_meshes_of_all_places():
   """A thousand devices have tens of meshes, in each of many sizes of places."""
 
   class Values(tuple):
@@ -109,11 +110,17 @@ def test_a_flow_is_read_once_for_all_meshes():
 
   there = layout.Layout(rules.DEFAULT)
   array = graph.Value('x', (1024, 1024), np.dtype('float32'), ('E', 'F'))
-  node = graph.Node(toys.Stage('a', 'batch'), (0,), (1,), frozenset())
-  flow = graph.Flow((node,), Values((array, array)), (0,), (1,), ())
-  found = allowed_meshes.meshes([flow], there, 1024, ('a',), 1024)
-  assert len(found) > 20
-  assert Values.reads == 2
+  nodes = tuple(
+    graph.Node(toys.Stage(name, 'batch'), (k,), (k + 1,), frozenset())
+    for k, name in enumerate('ab')
+  )
+  flow = graph.Flow(nodes, Values((array,) * 3), (0,), (2,), ())
+  meshes = allowed_meshes.Meshes([flow], there, 1024)
+  for devices in (1024, 512, 24):
+    for stages in (('a',), ('b',), ('a', 'b')):
+      assert len(meshes.of(stages, devices)) > 3
+  assert len(meshes.of(('a', 'b'), 1024)) > 20
+  assert Values.reads == 4
 
 
 @pytest.mark.parametrize(
@@ -130,7 +137,7 @@ def test_axes_without_rows_stay_within_a_node(devices, per_node):
     (1,),
     (),
   )
-  found = allowed_meshes.meshes([flow], there, per_node, ('a',), devices)
+  found = allowed_meshes.Meshes([flow], there, per_node).of(('a',), devices)
 
   def stays(axes):
     sizes = [n for _, n in axes]
@@ -226,3 +233,38 @@ def test_meshes_divide_the_rows_of_evaluations_too(workflow, flow, works, rows):
   # Measurements change seconds, and not which meshes there are.
   measured = costs.with_measurements(costs.measured)
   assert measured.axes((shared,), 4) == costs.axes((shared,), 4)
+
+
+def test_a_place_has_the_meshes_that_divide_all_of_its_stages():
+  """By asking for all stages at once, of every mesh of the axes they read."""
+  there = layout.Layout(rules.DEFAULT)
+  letters = ('E', 'F'), ('B', ''), ('F', 'E')
+  shapes = (8, 24), (6, 5), (12, 4)
+  values = [
+    graph.Value(str(shape), shape, np.dtype('float32'), some)
+    for shape, some in zip(shapes, letters, strict=True)
+  ]
+  nodes = tuple(
+    graph.Node(toys.Stage(name, 'batch'), (k,), (k,), frozenset())
+    for k, name in enumerate('abc')
+  )
+  flow = graph.Flow(nodes, tuple(values), (0, 1, 2), (), ())
+  meshes = allowed_meshes.Meshes([flow], there, 24)
+  for number in (1, 2, 3):
+    for some in itertools.combinations('abc', number):
+      wanted = {
+        axis
+        for k, name in enumerate('abc')
+        if name in some
+        for letter in letters[k]
+        if letter not in ('', 'B')
+        for axis in there.axes_of(letter)
+      }
+      rows = [a for a in there.of_rows if a in wanted | {there.of_rows[0]}]
+      names = (*rows, *sorted(wanted - {*there.of_rows}))
+      for devices in (1, 4, 12, 24):
+        assert list(meshes.of(some, devices)) == [
+          axes
+          for axes in layout.meshes(devices, names)
+          if allowed_meshes.fits(flow, there, some, axes)
+        ]

@@ -81,7 +81,7 @@ def test_the_pair_of_meshes_is_the_fastest_of_all_pairs_that_fit():
   seen = {}
   for first, second in itertools.product(
     *(
-      allowed_meshes.meshes([flow()], costs.layout, 4, tuple(some), 4)
+      allowed_meshes.Meshes([flow()], costs.layout, 4).of(tuple(some), 4)
       for some in (others, ['generate'])
     )
   ):

@@ -1,0 +1,1 @@
+"""Plans of the recipes with published hyper-parameters."""
