@@ -66,8 +66,9 @@ def read(
       `PROMPT_COLUMNS` that the file has.
     answer_column: the column of answers. An answer that is not text, such as a
       list, is handed to rewards as JSON.
-    answer_after: where this marker is in an answer, the answer is what follows
-      its last occurrence, as in GSM8K, whose answers show their working.
+    answer_after: where this marker is in the text of an answer, the answer is
+      what follows its last occurrence, as in GSM8K, whose answers show their
+      working.
     difficulty_column: the column of numbers that are higher for harder
       questions, such as a level; None if there is none.
     image_column: the column of pictures; by default, the first of
@@ -84,8 +85,9 @@ def read(
     if not rows:
       prompt_column = _find_columns(row, prompt_column, answer_column, where)
     prompt = checked_prompt(row.get(prompt_column), prompt_column, where)
-    answer = _answer(row.get(answer_column), answer_column, where)
-    if answer_after:
+    value = row.get(answer_column)
+    answer = _answer(value, answer_column, where)
+    if answer_after and isinstance(value, str):  # Not within JSON.
       answer = answer.rpartition(answer_after)[2]
     answer = answer.strip()
     if not answer:

@@ -1,5 +1,6 @@
 """Files of questions are read, or refused by their line."""
 
+import json
 import math
 import pathlib
 
@@ -41,6 +42,15 @@ def test_a_parquet_file_is_read_or_names_what_it_needs(tmp_path):
   path.write_bytes(path.read_bytes()[:-8])
   with pytest.raises(ValueError, match='a.parquet cannot be read as parquet'):
     files.read(str(path))
+
+
+def test_an_answer_that_is_an_object_reaches_rewards_as_json(tmp_path):
+  """Whole, also where a text in it has the marker of final answers."""
+  path = tmp_path / 'a.jsonl'
+  answer = {'tests': ['f(1) #### 2', 'f(2)'], 'level': 3}
+  path.write_text(json.dumps({'prompt': 'Write f.', 'answer': answer}) + '\n')
+  (row,) = files.read(str(path))
+  assert json.loads(row.answer) == answer
 
 
 def test_a_field_that_is_too_long_for_csv_names_its_line(tmp_path):
