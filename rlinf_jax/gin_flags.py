@@ -131,10 +131,11 @@ def describe(files: Sequence[str]) -> str:
 
 
 def describe_parameters(files: Sequence[str]) -> str:
-  """A text that lists the parameters that recipes leave at their defaults.
+  """A text that lists parameters which no macro sets, with their values.
 
-  They are those of `train`, and of the workflow and the optimizers that recipes
-  name, if these are of `stages`.
+  A recipe leaves them at their defaults, or sets them itself. They are those of
+  `train`, and of the workflow and the optimizers that recipes name, if these
+  are of `stages`.
   """
   # Imported here: --help of another program needs no workflow.
   from rlinf_jax import train
@@ -155,19 +156,24 @@ def describe_parameters(files: Sequence[str]) -> str:
   for name, function in (functions | {'train.train': train.train}).items():
     if function is None:
       continue
-    bound = _bound(text, name) | {'resume'}
+    bound = _bound(text, name)
     defaults = [
       f'{x.name}={_shown(x.default)}'
       for x in inspect.signature(function).parameters.values()
-      if x.default is not x.empty and x.name not in bound
+      if x.default is not x.empty and x.name not in {*bound, 'resume'}
     ]
-    if not defaults:
-      continue
-    lines += [
-      f'Defaults of {name}, each set by --gin.{name}.NAME=value',
-      f'(python -m pydoc {function.__module__} explains them):',
-      *textwrap.wrap(' '.join(defaults), 80, **INDENTED),
-    ]
+    values = [f'{x}={y}' for x, y in bound.items() if _is_literal(y)]
+    if defaults:
+      lines += [
+        f'Defaults of {name}, each set by --gin.{name}.NAME=value',
+        f'(python -m pydoc {function.__module__} explains them):',
+        *textwrap.wrap(' '.join(defaults), 80, **INDENTED),
+      ]
+    if values:
+      lines += [
+        f'Set by the recipe, and changed by --gin.{name}.NAME=value:',
+        *textwrap.wrap(' '.join(values), 80, **INDENTED),
+      ]
   return '\n'.join(lines)
 
 
@@ -178,13 +184,26 @@ def _with_includes(file: str) -> str:
   return '\n'.join([*(_with_includes(x[1]) for x in found if x), text])
 
 
-def _bound(text: str, function: str) -> set[str]:
-  """The parameters of a function that a gin text binds."""
+def _bound(text: str, function: str) -> dict[str, str]:
+  """The parameters of a function that a gin text binds, with their values.
+
+  A value is the text of its first line, without a comment; of several values,
+  the last one.
+  """
   name = re.escape(function)
-  bound = re.findall(rf'^{name}\.(\w+) *=', text, re.M)
+  bound = re.findall(rf'^{name}\.(\w+) *= *(.*)', text, re.M)
   for block in re.findall(rf'^{name}:\n((?:[ \t].*\n|\n)*)', text, re.M):
-    bound += re.findall(r'^[ \t]+(\w+) *=', block, re.M)
-  return set(bound)
+    bound += re.findall(r'^[ \t]+(\w+) *= *(.*)', block, re.M)
+  return {x: value.partition(' #')[0].strip() for x, value in bound}
+
+
+def _is_literal(value: str) -> bool:
+  """Whether a text is the whole of a value, and neither macro nor reference."""
+  try:
+    ast.literal_eval(value)
+  except (SyntaxError, ValueError):
+    return False
+  return True
 
 
 def _shown(default) -> str:

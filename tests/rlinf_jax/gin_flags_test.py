@@ -90,6 +90,25 @@ def test_parameters_that_a_recipe_leaves_at_their_defaults_are_listed():
   assert max(map(len, text.splitlines())) <= 80
 
 
+def test_parameters_that_a_recipe_sets_without_a_macro_are_listed(
+  tmp_path, monkeypatch
+):
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / 'base.gin').write_text(
+    'train.train.workflow = @mine.grpo()\n'
+    'train.train:\n  steps = %STEPS\n  evaluate_every = 100\n'
+    'warm_up/train.train.seed = 3\n'
+  )
+  (tmp_path / 'own.gin').write_text(
+    "include 'base.gin'\ntrain.train.evaluate_every = 50  # Often.\n"
+  )
+  text = gin_flags.describe_parameters(['own.gin'])
+  assert text.endswith(
+    'Set by the recipe, and changed by --gin.train.train.NAME=value:\n'
+    '  evaluate_every=50'
+  )
+
+
 def test_of_a_workflow_that_is_not_ours_only_the_run_is_listed(
   tmp_path, monkeypatch
 ):
