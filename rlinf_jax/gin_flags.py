@@ -190,11 +190,14 @@ def _bound(text: str, function: str) -> dict[str, str]:
   A value is the text of its first line, without a comment; of several values,
   the last one.
   """
-  name = re.escape(function)
-  bound = re.findall(rf'^{name}\.(\w+) *= *(.*)', text, re.M)
-  for block in re.findall(rf'^{name}:\n((?:[ \t].*\n|\n)*)', text, re.M):
-    bound += re.findall(r'^[ \t]+(\w+) *= *(.*)', block, re.M)
-  return {x: value.partition(' #')[0].strip() for x, value in bound}
+  bound, block = {}, False
+  for line in text.splitlines():
+    if line and not line[0].isspace():
+      block = line.startswith(f'{function}:')
+    prefix = r'\s+' if block else rf'{re.escape(function)}\.'
+    if match := re.match(rf'{prefix}(\w+) *= *(.*)', line):
+      bound[match[1]] = match[2].partition(' #')[0].strip()
+  return bound
 
 
 def _is_literal(value: str) -> bool:
