@@ -142,7 +142,7 @@ def describe_parameters(files: Sequence[str]) -> str:
   from stages import workflows
   from stages.learn import optimizers
 
-  text = '\n'.join(map(_with_includes, files))
+  text = '\n'.join(map(recipe_files.with_includes, files))
   modules = {'workflows': workflows, 'optimizers': optimizers}
   names = [
     *WORKFLOW.findall(text)[-1:],
@@ -175,13 +175,6 @@ def describe_parameters(files: Sequence[str]) -> str:
         *textwrap.wrap(' '.join(values), 80, **INDENTED),
       ]
   return '\n'.join(lines)
-
-
-def _with_includes(file: str) -> str:
-  """The text of a recipe after those of its includes."""
-  text = recipe_files.read(file)
-  found = [recipe_files.INCLUDE.match(line) for line in text.splitlines()]
-  return '\n'.join([*(_with_includes(x[1]) for x in found if x), text])
 
 
 def _bound(text: str, function: str) -> dict[str, str]:

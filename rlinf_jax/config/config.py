@@ -31,6 +31,7 @@ from rlinf_jax.config import (
   config_macros,
   config_types,
   recipe_files,
+  suggestions,
 )
 from rlinf_jax.system import whole_file
 
@@ -221,13 +222,13 @@ def refuse_unused(bindings_of: Callable | None = None) -> None:
 
   def message(name):
     if same := [x for x in names_read if x.endswith(f'.{name}')]:
-      full = config_errors.join_names(same)
+      full = suggestions.join_names(same)
       return f'`{name}` is set but nothing reads it; write it in full: {full}.'
     candidates = [x for x in names_read if _same_kind(x, name)]
     if '.' in name:
-      suggestion = config_errors.suggest(name, candidates)
+      suggestion = suggestions.suggest(name, candidates)
     else:
-      suggestion = config_errors.suggest(name, candidates, most=0)
+      suggestion = suggestions.suggest(name, candidates, most=0)
       if suggestion == '.':
         suggestion = '. --help after the recipe lists its settings.'
     return f'`{name}` is set but nothing reads it{suggestion}'
@@ -310,7 +311,7 @@ def _same_kind(name: str, other: str) -> bool:
 @functools.cache
 def _set_search() -> None:
   """Sets up where and how gin opens files."""
-  gin.add_config_file_search_path(str(config_errors.ROOT))
+  gin.add_config_file_search_path(str(recipe_files.ROOT))
   # Leaves out gin's reader of package resources: it logs an error for every
   # folder without the file, and it fails if `gin_configs` can be imported (as a
   # namespace package), as it can where the package is installed.

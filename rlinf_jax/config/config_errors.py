@@ -1,8 +1,7 @@
 """Clear messages for the errors that gin 0.5 raises about recipes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 import contextlib
-import difflib
 import inspect
 import pathlib
 import pkgutil
@@ -12,16 +11,14 @@ import tokenize
 
 import safetensors
 
-# The folder of `gin_configs`, in a checkout and in an installed wheel.
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from rlinf_jax.config import recipe_files, suggestions
+
 DYNAMIC = 'from __gin__ import dynamic_registration'
 LONGEST = 200  # Characters of a value or a line in a message.
 MOST_PARAMETERS = 48  # That a message lists: a guess may be none of them.
 IMPORT = re.compile(
   r'^[ \t]*((?:from +(\S+) +)?import +(\S+)(?: +as +(\S+))?)', re.M
 )
-
-INCLUDE = re.compile(r'^[ \t]*include +[\'"](.+?)[\'"]', re.M)
 
 
 @contextlib.contextmanager
@@ -52,26 +49,16 @@ def rephrased(where: str, header: str = '') -> Iterator[None]:
     # An error about indentation names the file `<tokenize>`.
     if location is not None and pathlib.Path(location[1]).is_file():
       where = f'{location[1]} line {location[2]}'
-      header = _with_includes(pathlib.Path(location[1]), set())
+      header = recipe_files.with_includes(location[1])
     missing = re.match(r'Unable to open file: (.+)\. Searched', text)
     if missing is not None:
-      raise FileNotFoundError(f'{where}: {no_file(missing[1])}') from error
+      raise FileNotFoundError(
+        f'{where}: {recipe_files.no_file(missing[1])}'
+      ) from error
     message = _explain(error, text.partition('\n')[0], imported(header))
     if message is None:
       raise
     raise ValueError(f'{where}: {message}') from error
-
-
-def _with_includes(path: pathlib.Path, seen: set[pathlib.Path]) -> str:
-  """The text of a gin file, after those that it includes and are not `seen`."""
-  seen.add(path)
-  text = path.read_text()
-  for name in INCLUDE.findall(text):
-    paths = (root / name for root in (pathlib.Path(), ROOT))
-    found = next((x for x in paths if x.is_file()), None)
-    if found is not None and found not in seen:
-      text = f'{_with_includes(found, seen)}\n{text}'
-  return text
 
 
 def missing_argument(error: TypeError) -> str | None:
@@ -94,27 +81,6 @@ def not_given(function: str, arguments: str) -> str:
   return (
     f'`{function}` is not given {arguments}; bind it in the recipe or with '
     '--gin_bindings.'
-  )
-
-
-def no_file(name: str) -> str:
-  """The message for a gin file that does not exist."""
-  folder = pathlib.Path(name).parent
-  existing = {
-    str(folder / path.name)
-    for root in (pathlib.Path(), ROOT)
-    for path in (root / folder).glob('*.gin')
-  }
-  existing |= {
-    str(x.relative_to(ROOT)) for x in ROOT.glob('gin_configs/**/*.gin')
-  }
-  if folder.is_absolute():
-    where = folder
-  else:
-    where = ' and '.join(dict.fromkeys([str(pathlib.Path.cwd()), str(ROOT)]))
-  return (
-    f'There is no gin file {name} (searched in {where})'
-    f'{suggest(name, sorted(existing))}'
   )
 
 
@@ -149,23 +115,6 @@ def cut(text: str) -> str:
   """A text as it stands in a message: on one line, and not too long."""
   text = text.replace('\n', '\\n')
   return text if len(text) <= LONGEST else f'{text[:LONGEST]}…'
-
-
-def suggest(name: str, names: Iterable[str], most: int = 8) -> str:
-  """The end of a message: the closest of `names`, or all up to `most`."""
-  names = list(names)
-  by_small = {x.lower(): x for x in names}
-  closest = difflib.get_close_matches(name.lower(), by_small, 1, cutoff=0.7)
-  if closest:
-    return f'; did you mean `{by_small[closest[0]]}`?'
-  if 0 < len(names) <= most:
-    return f'; available: {join_names(names)}.'
-  return '.'
-
-
-def join_names(names: Iterable[str]) -> str:
-  """Joins names with commas, each in backquotes."""
-  return ', '.join(f'`{name}`' for name in names)
 
 
 def imported(text: str) -> dict[str, str]:
@@ -260,21 +209,23 @@ def _not_imported(modules, name):
       suggestion = f'; did you mean `{module}.{name}`?'
       break
   else:
-    suggestion = suggest(name, modules)
+    suggestion = suggestions.suggest(name, modules)
   return f'`{name}` is not imported{suggestion}'
 
 
 def _not_there(modules, selector, name):
   parent = selector[: f'{selector}.'.rindex(f'.{name}.')]
   public = [x for x in dir(_get(modules, parent)) if not x.startswith('_')]
-  suggestion = suggest(f'{parent}.{name}', [f'{parent}.{x}' for x in public])
+  suggestion = suggestions.suggest(
+    f'{parent}.{name}', [f'{parent}.{x}' for x in public]
+  )
   return f'there is no `{parent}.{name}`{suggestion}'
 
 
 def _no_parameter(modules, selector, name):
   function = _get(modules, selector)
   names = [] if function is None else inspect.signature(function).parameters
-  suggestion = suggest(name, names, MOST_PARAMETERS)
+  suggestion = suggestions.suggest(name, names, MOST_PARAMETERS)
   return f'`{selector}` has no parameter `{name}`{suggestion}'
 
 
@@ -296,7 +247,7 @@ def _no_module(modules, name):
     )
   paths = getattr(sys.modules.get(package), '__path__', [])
   siblings = [f'{package}.{x.name}' for x in pkgutil.iter_modules(paths)]
-  return f'there is no module `{name}`{suggest(name, siblings)}'
+  return f'there is no module `{name}`{suggestions.suggest(name, siblings)}'
 
 
 _BINDING = re.compile(r'((?:\w+/)*[^\W\d]\w*(?:\.\w+)*)\s*=(?!=)\s*(.*)')

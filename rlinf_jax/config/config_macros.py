@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from rlinf_jax.config import config_bindings, config_errors
+from rlinf_jax.config import config_bindings, suggestions
 
 # A call: its scope and the full name of its function, or a macro.
 Call = tuple[str, str]
@@ -33,11 +33,11 @@ def _undefined(bound: config_bindings.Bindings) -> list[str]:
         else:
           messages.append(
             f'`{binding.name}` reads `%{name}`, which is not set'
-            f'{config_errors.suggest(name, macros)}'
+            f'{suggestions.suggest(name, macros)}'
           )
   if required:
     messages.append(
-      f'The recipe requires {config_errors.join_names(required)} to be set: '
+      f'The recipe requires {suggestions.join_names(required)} to be set: '
       f'for example, add --gin.{required[0]}=...'
     )
   return messages

@@ -7,7 +7,7 @@ import pydoc
 import typing
 from typing import Any
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import config_errors, suggestions
 
 
 @functools.cache
@@ -49,7 +49,7 @@ def unknown(selector: str, names: Iterable[str]) -> dict[str, str]:
     taken += [k for k, x in parameters.items() if x.kind == x.KEYWORD_ONLY]
   return {
     name: f'`{selector}` has no parameter `{name}`'
-    f'{config_errors.suggest(name, taken, config_errors.MOST_PARAMETERS)}'
+    f'{suggestions.suggest(name, taken, config_errors.MOST_PARAMETERS)}'
     for name in names
     if takers and name not in taken
   }

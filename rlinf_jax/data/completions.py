@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import suggestions
 from rlinf_jax.data import chat as chat_lib
 from rlinf_jax.data import files, picture_files, pictures
 from stages import base
@@ -163,10 +163,10 @@ class _Columns:
     for name in (given,) if given else (*usual, otherwise):
       if name in self._row:
         return name
-    needed = config_errors.join_names((given,) if given else usual)
+    needed = suggestions.join_names((given,) if given else usual)
     raise ValueError(
       f'{self._where} has no column {needed}; its columns are '
-      f'{config_errors.join_names(self._row)}: bind {argument} to one of them.'
+      f'{suggestions.join_names(self._row)}: bind {argument} to one of them.'
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import suggestions
 from rlinf_jax.data import json_lines, pictures
 from stages import source_files
 
@@ -116,7 +116,7 @@ def records(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
   if file.suffix not in _READERS:
     raise ValueError(
       f'{file} ends in {file.suffix!r}, and files of questions end in '
-      f'{config_errors.join_names(_READERS)}: convert it, or rename it.'
+      f'{suggestions.join_names(_READERS)}: convert it, or rename it.'
     )
   is_empty = True
   for where, row in _READERS[file.suffix](file):
@@ -145,7 +145,7 @@ def expand(path: str) -> pathlib.Path:
     found = sorted(x.name for x in file.iterdir() if x.suffix in _READERS)
     raise ValueError(
       f'{file} is a folder: name one of its files'
-      + (f', such as {config_errors.join_names(found[:3])}.' if found else '.')
+      + (f', such as {suggestions.join_names(found[:3])}.' if found else '.')
     )
   if not file.is_file():
     raise FileNotFoundError(
@@ -175,7 +175,7 @@ def recognized(
 
 def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:
   """The column of questions, if the file has it and that of answers."""
-  existing = f'columns are {config_errors.join_names(row)}'
+  existing = f'columns are {suggestions.join_names(row)}'
   if prompt_column is None:
     prompt_column = next((c for c in PROMPT_COLUMNS if c in row), None)
   elif prompt_column not in row:
@@ -184,7 +184,7 @@ def _find_columns(row, prompt_column, answer_column: str, where: str) -> str:
       'prompt_column (QUESTION in gin) to one of them.'
     )
   if prompt_column is None:
-    names = config_errors.join_names(PROMPT_COLUMNS)
+    names = suggestions.join_names(PROMPT_COLUMNS)
     raise ValueError(
       f'{where} has none of the columns {names}; its {existing}: bind '
       'prompt_column (QUESTION in gin) to the one with the questions.'
@@ -236,7 +236,7 @@ def _check_message(message: Any, column: str, where: str):
     raise ValueError(
       f'{where} has {str(message)[:80]!r} in {column!r}: a message is '
       '{"role": ..., "content": ...} with a role of '
-      f'{config_errors.join_names(ROLES)}, and its content a text or a list of '
+      f'{suggestions.join_names(ROLES)}, and its content a text or a list of '
       'parts, {"type": "text", "text": ...} and {"type": "image"}.'
     )
   checked_text(pictures.text_of(message['content']), where)
@@ -310,7 +310,7 @@ def _csv_records(reader: csv.DictReader, file: pathlib.Path):
     twice = sorted({name for name in names if name and names.count(name) > 1})
     if twice:
       raise ValueError(
-        f'{file} line 1 names the columns {config_errors.join_names(twice)} '
+        f'{file} line 1 names the columns {suggestions.join_names(twice)} '
         'more than once: rename or remove the others.'
       )
     yield from reader

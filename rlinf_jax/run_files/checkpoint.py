@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import suggestions
 from rlinf_jax.runtime.base import ProcessDiedError
 from rlinf_jax.state import saved_state, state_files, state_readers
 
@@ -200,8 +200,8 @@ class Checkpoints:
     if found != {*now}:
       raise ValueError(
         f'The checkpoint of step {step} in {self.folder} is that of another '
-        f'source, whose state is {config_errors.join_names(sorted(found))}, '
-        f'and is {config_errors.join_names(sorted(now))} now: give the source '
+        f'source, whose state is {suggestions.join_names(sorted(found))}, '
+        f'and is {suggestions.join_names(sorted(now))} now: give the source '
         'that the run was begun with, as in its config.gin, or choose another '
         '--workdir.'
       )

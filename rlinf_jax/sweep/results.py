@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import suggestions
 from rlinf_jax.run import console
 from rlinf_jax.run_files import run_folder
 from rlinf_jax.sweep import grid
@@ -194,7 +194,7 @@ def plot(
     )
     raise ValueError(
       f'No finished point logged `{metric}`, so it cannot be plotted'
-      f'{config_errors.suggest(metric, logged)}'
+      f'{suggestions.suggest(metric, logged)}'
     )
   picture = figure.Figure(figsize=(7.5, 4.5), layout='constrained')
   # Settings may be paths with variables: `$A/x` and `$B/y` are no mathematics.

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from rlinf_jax import train
-from rlinf_jax.config import config, config_errors
+from rlinf_jax.config import config, suggestions
 
 ROOT = pathlib.Path(__file__).parents[2]
 SUMS = 'gin_configs/grpo_arithmetic.gin'
@@ -87,7 +87,7 @@ STATEMENTS = {
   'import nosuch': 'there is no module `nosuch`: install it, or start the '
   'command in the folder that has it, or name that folder in PYTHONPATH.',
   'train.train.__init__ = 3': '`train.train` has no parameter `__init__`; '
-  f'available: {config_errors.join_names(PARAMETERS)}.',
+  f'available: {suggestions.join_names(PARAMETERS)}.',
 }
 
 

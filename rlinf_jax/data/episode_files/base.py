@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import suggestions
 from stages import source_files
 
 PICTURES = ('video', 'image')  # Types of the features that are pictures.
@@ -96,5 +96,5 @@ class Folder(NamedTuple):
     if name not in known:
       raise ValueError(
         f'{self.path} has no {what} {name!r}, but '
-        f'{config_errors.join_names(known) or "none"}: name one of these.'
+        f'{suggestions.join_names(known) or "none"}: name one of these.'
       )

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from fake_recipe import BASE, parse, refused, run, write
-from rlinf_jax.config import config_errors
+from rlinf_jax.config import recipe_files
 
 pytestmark = pytest.mark.usefixtures('recipe_folder')
 
@@ -15,7 +15,7 @@ def test_a_missing_file_is_reported_with_the_searched_folders(recipe_folder):
   with pytest.raises(FileNotFoundError) as error:
     parse(files=['bsae.gin'])
   text = str(error.value)
-  assert str(recipe_folder) in text and str(config_errors.ROOT) in text
+  assert str(recipe_folder) in text and str(recipe_files.ROOT) in text
   assert text.endswith('did you mean `base.gin`?')
 
 
@@ -43,7 +43,7 @@ def test_gin_logs_nothing_while_it_searches(recipe_folder):
   )
   result = subprocess.run(
     [sys.executable, '-c', code],
-    env={'PYTHONPATH': str(config_errors.ROOT)},
+    env={'PYTHONPATH': str(recipe_files.ROOT)},
     capture_output=True,
     text=True,
   )

@@ -6,7 +6,7 @@ import pytest
 import safetensors
 
 from fake_recipe import BASE, parse, refused, run, write
-from rlinf_jax.config import config, config_errors
+from rlinf_jax.config import config, config_errors, recipe_files
 
 pytestmark = pytest.mark.usefixtures('recipe_folder')
 
@@ -86,7 +86,7 @@ def test_files_beside_the_package_are_found_from_any_folder(
   (root / 'gin_configs').mkdir(parents=True)
   (root / 'gin_configs/other.gin').write_text(textwrap.dedent(BASE))
   (root / 'gin_configs/top.gin').write_text("include 'gin_configs/other.gin'")
-  monkeypatch.setattr(config_errors, 'ROOT', root)
+  monkeypatch.setattr(recipe_files, 'ROOT', root)
   config._set_search.cache_clear()
   parse(files=['gin_configs/top.gin'])
   config._set_search.cache_clear()
