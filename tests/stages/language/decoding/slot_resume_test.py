@@ -91,10 +91,10 @@ def cases(n, prompt=None, group_size=GROUP):
     )
 
 
-def same(got: base.Completions, want: base.Completions):
+def same(got: base.Completions, want: base.Completions, atol: float = 1e-5):
   for name in 'action', 'mask', 'alive':
     np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
-  np.testing.assert_allclose(got.logp, want.logp, rtol=0, atol=1e-5)
+  np.testing.assert_allclose(got.logp, want.logp, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize('slots', claims.some([1, 2, 4, 7, B], keep=[2, B]))
@@ -117,15 +117,17 @@ MESHES = {
 
 
 @pytest.mark.parametrize('name', claims.some(MESHES, ['heads divided']))
-def test_devices_stop_together(name):
+def test_devices_stop_together(name, in_float64):
   """Three devices with two slots; continued rows are on all of them."""
   axes, group_size = MESHES[name]
-  config = dataclasses.replace(CONFIG, V=32)  # Which two devices can divide.
+  # Two devices can divide 32 tokens. They add in another order, which in
+  # float32 is worth 1.4e-5 nats on some processors.
+  config = dataclasses.replace(CONFIG, V=32, dtype='float64')
   weights = transformer.init_params(config, jax.random.key(0))
   run = resume(2, group_size, config, axes=axes)
   want = resume(None, group_size, config)
   for _, *args in cases(6, group_size=group_size):
-    same(run(weights, *args), want(weights, *args))
+    same(run(weights, *args), want(weights, *args), atol=1e-12)
 
 
 def test_rows_are_dealt_to_devices_in_turns():
