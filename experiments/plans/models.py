@@ -10,49 +10,29 @@ import pathlib
 from stages.language import tokens
 
 CHAT = '{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}'
-QWEN2 = {
-  'architectures': ['Qwen2ForCausalLM'],
-  'model_type': 'qwen2',
-  'hidden_act': 'silu',
-  'rms_norm_eps': 1e-6,
+PUBLISHED = pathlib.Path(__file__).parents[1] / 'compiled/models'
+
+
+def qwen2(size: str, **changed) -> dict:
+  """The config.json of a Qwen2.5, with what another model has in its place."""
+  config = PUBLISHED / f'qwen2.5-{size}/config.json'
+  return json.loads(config.read_text()) | changed
+
+
+# What DeepSeek-R1-Distill-Qwen has in place of the Qwen2.5 of its size.
+DISTILLED = {
   'rope_theta': 10000.0,
   'max_position_embeddings': 131072,
-  'use_sliding_window': False,
-  'torch_dtype': 'bfloat16',
   'tie_word_embeddings': False,
-  'vocab_size': 152064,
-  'eos_token_id': 151643,
-}
-B7 = QWEN2 | {
-  'hidden_size': 3584,
-  'intermediate_size': 18944,
-  'num_hidden_layers': 28,
-  'num_attention_heads': 28,
-  'num_key_value_heads': 4,
-}
-B32 = QWEN2 | {
-  'hidden_size': 5120,
-  'intermediate_size': 27648,
-  'num_hidden_layers': 64,
-  'num_attention_heads': 40,
-  'num_key_value_heads': 8,
 }
 # Of what is published, the fields that say how large a model is and what it
 # computes.
 CONFIGS = {
-  'DeepSeek-R1-Distill-Qwen-1.5B': QWEN2
-  | {
-    'hidden_size': 1536,
-    'intermediate_size': 8960,
-    'num_hidden_layers': 28,
-    'num_attention_heads': 12,
-    'num_key_value_heads': 2,
-    'vocab_size': 151936,
-  },
-  'DeepSeek-R1-Distill-Qwen-7B': B7,
-  'DeepSeek-R1-Distill-Qwen-32B': B32,
-  'Qwen2.5-7B': B7 | {'rope_theta': 1e6},
-  'Qwen2.5-32B': B32 | {'rope_theta': 1e6},
+  'DeepSeek-R1-Distill-Qwen-1.5B': qwen2('1.5b', **DISTILLED),
+  'DeepSeek-R1-Distill-Qwen-7B': qwen2('7b', **DISTILLED),
+  'DeepSeek-R1-Distill-Qwen-32B': qwen2('32b', **DISTILLED),
+  'Qwen2.5-7B': qwen2('7b', max_position_embeddings=131072),
+  'Qwen2.5-32B': qwen2('32b', max_position_embeddings=131072),
   'Qwen3-30B-A3B-Base': {
     'architectures': ['Qwen3MoeForCausalLM'],
     'model_type': 'qwen3_moe',
