@@ -13,7 +13,7 @@ import one_simulator
 import own_data
 import pictured_push
 from rlinf_jax import train
-from rlinf_jax.config import config
+from rlinf_jax.config import config, recipe_files
 from rlinf_jax.data.lerobot import write
 from rlinf_jax.envs import simulator
 from rlinf_jax.prepare import tiny_vla, warm_start
@@ -220,10 +220,7 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *given]
   if 'ppo_openvla_maniskill' in name:
     bindings = [*bindings, *openvla_rl_bindings(folder / 'model')]
-  if any(
-    x in name + text
-    for x in ('pi05_maniskill', 'ppo_openvla_maniskill', 'plate_script')
-  ):
+  if 'PutOnPlate' in recipe_files.with_includes(name):
     # They read pictures, and few machines can render them.
     pictured_push.replace_pools(
       stack.enter_context(pytest.MonkeyPatch.context())
