@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import bfloat16
 from stages.models.vision import vit
 from stages.vla.pi0 import pi0
 
@@ -46,12 +47,5 @@ def test_gradients_of_all_leaves_are_near_those_of_float32():
   # A bias of all keys changes no attention weight.
   for tree in want, got:
     del tree['vision']['layers']['key_bias_HW']
-  errors = {
-    jax.tree_util.keystr(path): np.linalg.norm(y - x) / np.linalg.norm(x)
-    for (path, x), y in zip(
-      jax.tree_util.tree_leaves_with_path(want),
-      jax.tree.leaves(got),
-      strict=True,
-    )
-  }
+  errors = bfloat16.errors(want, got)
   assert max(errors.values()) < 0.01, errors
