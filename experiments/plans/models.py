@@ -19,7 +19,7 @@ def qwen2(size: str, **changed) -> dict:
   return json.loads(config.read_text()) | changed
 
 
-# What DeepSeek-R1-Distill-Qwen has in place of the Qwen2.5 of its size.
+# Fields in which DeepSeek-R1-Distill-Qwen differs from Qwen2.5 of its size.
 DISTILLED = {
   'rope_theta': 10000.0,
   'max_position_embeddings': 131072,
