@@ -17,7 +17,6 @@ from rlinf_jax.envs import maniskill_drawing, simulator, task_turns
 from rlinf_jax.envs import settings as settings_lib
 from rlinf_jax.envs.put_on_plate import kinds as kinds_lib
 
-VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 # Instructions of ManiSkill's own tasks; those of an episode are asked of it.
 INSTRUCTIONS = {
   'PutCarrotOnPlateInScene-v1': 'put carrot on plate',
@@ -165,26 +164,17 @@ def make(
       f'{task!r} has no kinds of objects, and {kinds!r} are given: bind '
       '`kinds = None`.'
     )
-  # Without a GPU, ManiSkill renders by a software Vulkan device.
-  render = {'obs_mode': 'rgb' if images else 'state', 'render_backend': 'none'}
-  if images or (video and not no_rendering):
-    render |= {
-      'render_backend': 'gpu',
-      'sensor_configs': {'width': image_size, 'height': image_size},
-      'human_render_camera_configs': {
-        'width': VIDEO_SIZE,
-        'height': VIDEO_SIZE,
-      },
-    }
+  draws = images or (video and not no_rendering)
   env = registration.make(
     task,
     num_envs=1,
     control_mode=control_mode,
     reward_mode=reward_mode,
     sim_backend='physx_cpu',
-    **(render | settings),
+    obs_mode='rgb' if images else 'state',
+    **(maniskill_drawing.settings(draws, image_size) | settings),
   )
-  if fast_rendering and render['render_backend'] != 'none':
+  if fast_rendering and draws:
     maniskill_drawing.draw_collision_shapes(env)
   told = Instruction(env, instruction, prompts) if images else None
   return ManiSkill(env, horizon, video, told)
@@ -245,7 +235,8 @@ class ManiSkill:
     self._env, self._time, self._instruction = env, 0, instruction
     self._instruction_obs = instruction.obs() if instruction else {}
     space = env.single_action_space
-    image = simulator.Array((VIDEO_SIZE, VIDEO_SIZE, 3), 'uint8')
+    size = maniskill_drawing.VIDEO_SIZE
+    image = simulator.Array((size, size, 3), 'uint8')
     self.spec = simulator.Spec(
       obs=self._with_instruction(
         _obs_arrays(env.single_observation_space),

@@ -5,8 +5,11 @@ Worker processes import this module, so it imports no JAX.
 
 import contextlib
 import functools
+from typing import Any
 
 import numpy as np
+
+VIDEO_SIZE = 160  # Pixels along each edge of a frame for people.
 
 
 @functools.cache
@@ -26,6 +29,23 @@ def no_rendering() -> str:
       'VK_ICD_FILENAMES says where its `lvp_icd` is, if it is not found)'
     )
   return ''
+
+
+def settings(draws: bool, size: int) -> dict[str, Any]:
+  """The arguments of ManiSkill's environments that say how they are drawn.
+
+  Args:
+    draws: whether they are drawn at all.
+    size: of observed images, in pixels along each edge.
+  """
+  if not draws:
+    return {'render_backend': 'none'}
+  # Without a GPU, ManiSkill renders by a software Vulkan device.
+  return {
+    'render_backend': 'gpu',
+    'sensor_configs': {'width': size, 'height': size},
+    'human_render_camera_configs': {'width': VIDEO_SIZE, 'height': VIDEO_SIZE},
+  }
 
 
 class NullMaterial:

@@ -37,6 +37,7 @@ def pictured(elsewhere):
     try:
       return elsewhere(function)
     except simulator.UnavailableError as error:
+      assert 'need a Vulkan device' in str(error)
       pytest.skip(str(error))
 
   return call

@@ -12,7 +12,12 @@ import numpy as np
 import pytest
 
 import claims
-from rlinf_jax.envs import env_pool, maniskill, simulator
+from rlinf_jax.envs import (
+  env_pool,
+  maniskill,
+  maniskill_drawing,
+  simulator,
+)
 
 pytestmark = [
   pytest.mark.slow,
@@ -240,7 +245,8 @@ def test_recording_video_in_one_process_changes_no_time_step(
   frame, shown_2 = filmed.frames(token, time_2M)
   if shown_2.any():
     assert sees and shown_2.all() and not messages
-    assert frame.shape == (2, 6, maniskill.VIDEO_SIZE, maniskill.VIDEO_SIZE, 3)
+    size = maniskill_drawing.VIDEO_SIZE
+    assert frame.shape == (2, 6, size, size, 3)
     assert frame.std((2, 3, 4)).min() > 10  # Of a scene, and not of nothing.
     assert len({x.tobytes() for x in frame[0]}) == 6
   else:

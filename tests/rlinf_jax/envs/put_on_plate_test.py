@@ -210,6 +210,7 @@ def test_pictures_come_with_the_instruction_of_their_episode():
       prompts=prompts,
     )
   except simulator.UnavailableError as error:
+    assert 'need a Vulkan device' in str(error)
     pytest.skip(str(error))
   said = lambda obs: [
     bytes(row).rstrip(b'\0').decode() for row in obs['prompt']['token']
