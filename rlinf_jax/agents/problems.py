@@ -111,7 +111,8 @@ def opening(make: agents_base.Make) -> prompts_lib.Opening:
   """Lets a text environment begin the conversation of each question.
 
   It is for `data.questions.questions`: the environment's problem is a mapping
-  with the 'question' and the 'answer' of a row.
+  with the 'question' and the 'answer' of a row, and with its 'columns' if
+  `questions.questions` names any.
 
   Args:
     make: makes one environment.
@@ -148,7 +149,7 @@ def opening(make: agents_base.Make) -> prompts_lib.Opening:
   return prompts_lib.Opening(texts, references)
 
 
-def _problem(row: files.Row) -> dict[str, str]:
+def _problem(row: files.Row) -> dict[str, Any]:
   """The problem of a question.
 
   Raises:
@@ -159,7 +160,8 @@ def _problem(row: files.Row) -> dict[str, str]:
       f'{row.where} has messages or pictures, and a text environment begins '
       'the conversation itself: give questions as text.'
     )
-  return {'question': row.prompt, 'answer': row.answer}
+  columns = {'columns': json.loads(row.columns)} if row.columns else {}
+  return {'question': row.prompt, 'answer': row.answer, **columns}
 
 
 class _Encoder:

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
+import inspect
 import math
+from typing import Any
 
 from rlinf_jax.agents import base, formats
 from rlinf_jax.agents import tools as tools_lib
@@ -38,9 +40,9 @@ def same_react_answer(text: str, answer: str) -> float:
 class ToolEnv:
   """Runs the tools that a turn calls; a turn without calls is the answer.
 
-  A problem is a mapping with 'question' and 'answer'. A call that cannot be
-  read, that names no tool or that fails gives an error to read, so it costs its
-  own turn.
+  A problem is a mapping with 'question' and 'answer', and may have 'columns',
+  by name. A call that cannot be read, that names no tool or that fails gives an
+  error to read, so it costs its own turn.
 
   Attributes:
     tools: JSON schemas of the tools.
@@ -55,7 +57,7 @@ class ToolEnv:
     tools: Sequence[Callable | tools_lib.Tool],
     *,
     parse: Callable[[str], list[formats.ToolCall]] = formats.hermes,
-    grade: Callable[[str, str], float] = same_text,
+    grade: Callable[..., float] = same_text,
     system_prompt: str | None = None,
     template: str = '{prompt}',
     observation: str = '',
@@ -65,7 +67,8 @@ class ToolEnv:
     Args:
       tools: functions, or what `tools.tool` makes of them.
       parse: `text -> calls`: how the model writes them, as in `formats`.
-      grade: `text, answer -> reward` of the last turn.
+      grade: `text, answer -> reward` of the last turn; of problems with
+        columns, `text, answer, columns -> reward`.
       system_prompt: the system message; None for none.
       template: the user's message, in which `{prompt}` is the question.
       observation: what each result begins with, such as 'Observation: '.
@@ -77,8 +80,11 @@ class ToolEnv:
     self._parse, self._grade, self._system = parse, grade, system_prompt
     self._template, self._observation = template, observation
 
-  def reset(self, problem: Mapping[str, str]) -> list[base.Message]:
-    self._answer, self._used = problem['answer'], False
+  def reset(self, problem: Mapping[str, Any]) -> list[base.Message]:
+    self._right, self._used = (problem['answer'],), False
+    if 'columns' in problem:
+      self._right += (rewards_base.Columns(problem['columns']),)
+    _check_grade(self._grade, self._right)
     system = {'role': 'system', 'content': self._system}
     content = self._template.replace('{prompt}', problem['question'])
     question = {'role': 'user', 'content': content}
@@ -91,7 +97,7 @@ class ToolEnv:
       message = self._message('', f'error: {error}')
       return _heard([message], {'tool_errors': 1.0})
     if not calls:
-      reward = float(self._grade(text, self._answer))
+      reward = float(self._grade(text, *self._right))
       return base.TimeStep(reward=reward, terminated=True)
     results = [self._call(call) for call in calls]
     errors = sum(failed for _, failed in results)
@@ -118,6 +124,20 @@ class ToolEnv:
   def _message(self, name: str, content: str) -> base.Message:
     content = self._observation + content[:MAX_CHARACTERS]
     return {'role': 'tool', 'name': name, 'content': content}
+
+
+def _check_grade(grade: Callable, right: Sequence):
+  """Raises ValueError unless a grade takes what a problem has for it."""
+  try:
+    inspect.signature(grade).bind('', *right)
+  except TypeError as error:
+    given = '(text, answer, columns)' if len(right) > 1 else '(text, answer)'
+    name = getattr(grade, '__name__', grade)
+    raise ValueError(
+      f'The grade {name}{inspect.signature(grade)} cannot be called with '
+      f'{given} ({error}): write it so, or change `columns` of the questions '
+      '(GRADE and COLUMNS in gin).'
+    ) from error
 
 
 def _heard(messages, terms) -> base.TimeStep:

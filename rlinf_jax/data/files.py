@@ -32,6 +32,8 @@ class Row(NamedTuple):
     difficulty: a number that is higher for harder questions; None without
       a column of it.
     images: its pictures.
+    columns: JSON of the columns that rewards see besides, by name; empty
+      without any.
   """
 
   prompt: str | tuple[Message, ...]
@@ -39,6 +41,7 @@ class Row(NamedTuple):
   where: str
   difficulty: float | None = None
   images: tuple[pictures.Image, ...] = ()
+  columns: str = ''
 
   @property
   def question(self) -> str:
@@ -56,6 +59,7 @@ def read(
   answer_after: str = '####',
   difficulty_column: str | None = None,
   image_column: str | None = None,
+  columns: str | Sequence[str] = (),
 ) -> list[Row]:
   """Reads the rows of a file, whose ending tells its format.
 
@@ -73,13 +77,17 @@ def read(
       questions, such as a level; None if there is none.
     image_column: the column of pictures; by default, the first of
       `pictures.COLUMNS` that the file has, if any; '' for none.
+    columns: the column that rewards see besides, or several; those of questions
+      and answers may be among them.
 
   Raises:
     ImportError: for a parquet file without pyarrow.
     OSError: if the file cannot be read.
-    ValueError: for an empty file, a missing column, or a row without a question
-      or an answer; names the line.
+    ValueError: for an empty file, a missing column, one in `columns` twice, a
+      value that JSON cannot hold, or a row without a question or an answer;
+      names the line.
   """
+  columns = _names(columns)
   rows = []
   for where, row in records(path):
     if not rows:
@@ -99,7 +107,8 @@ def read(
     prompt, images = pictures.attach(
       prompt, row, expand(path).parent, where, image_column
     )
-    rows.append(Row(prompt, answer, where, difficulty, images))
+    seen = _seen(row, columns, where)
+    rows.append(Row(prompt, answer, where, difficulty, images, seen))
   return rows
 
 
@@ -249,14 +258,45 @@ def _answer(value: Any, column: str, where: str) -> str:
     raise ValueError(
       f'{where} has no answer in {column!r}: give it one, or leave the row out.'
     )
+  text = value if isinstance(value, str) else _json(value, column, where)
+  return checked_text(text, where)
+
+
+def _json(value: Any, column: str, where: str) -> str:
+  """A value as JSON."""
   try:
-    text = value if isinstance(value, str) else json.dumps(value)
-  except (TypeError, ValueError) as error:
+    return json.dumps(value)
+  except (TypeError, ValueError, RecursionError) as error:
     raise ValueError(
       f'{where} has a {type(value).__name__} in {column!r}, which JSON cannot '
-      f'hold ({error}): write answers as texts.'
+      f'hold ({error}): write it as text.'
     ) from error
-  return checked_text(text, where)
+
+
+def _names(columns: str | Sequence[str]) -> list[str]:
+  """The names of columns, each once."""
+  names = [columns] if isinstance(columns, str) else list(columns)
+  if len({*names}) < len(names):
+    raise ValueError(
+      f'columns = {names} (COLUMNS in gin) has a name twice: name each column '
+      'once.'
+    )
+  return names
+
+
+def _seen(row, columns: Sequence[str], where: str) -> str:
+  """JSON of the columns of a row that rewards see, by name; '' for none."""
+  missing = [name for name in columns if name not in row]
+  if missing:
+    raise ValueError(
+      f'{where} has no column {missing[0]!r}; its columns are '
+      f'{suggestions.join_names(row)}: bind columns (COLUMNS in gin) to some '
+      'that every row has, with null where there is no value.'
+    )
+  pairs = [
+    f'{json.dumps(name)}: {_json(row[name], name, where)}' for name in columns
+  ]
+  return f'{{{", ".join(pairs)}}}' if pairs else ''
 
 
 def _difficulty(row, column: str | None, where: str) -> float | None:

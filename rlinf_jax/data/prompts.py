@@ -26,10 +26,12 @@ class Opening(NamedTuple):
 
 
 def references(rows: Sequence[files.Row]) -> text_arrays.Reference:
-  """The questions and the answers that rewards compare with, as `Texts`."""
+  """The questions, answers and columns that rewards see, as `Texts`."""
+  has_columns = any(row.columns for row in rows)
   return text_arrays.Reference(
     text_arrays.Texts([row.question for row in rows]),
     text_arrays.Texts([row.answer for row in rows]),
+    text_arrays.Texts([row.columns for row in rows]) if has_columns else None,
   )
 
 

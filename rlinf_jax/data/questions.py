@@ -27,6 +27,7 @@ def questions(
   answer_column: str = 'answer',
   answer_after: str = '####',
   difficulty_column: str | None = None,
+  columns: str | Sequence[str] = (),
   chat: bool = True,
   system_prompt: str | None = None,
   template: str = '{prompt}',
@@ -58,6 +59,7 @@ def questions(
     answer_column: likewise.
     answer_after: likewise.
     difficulty_column: likewise, of the files to train on.
+    columns: as `files.read`; rewards find them in `Completion.columns`.
     chat: as `chat.texts`.
     system_prompt: likewise.
     template: likewise.
@@ -84,6 +86,7 @@ def questions(
       answer_after=answer_after,
       difficulty_column=difficulty,
       image_column=image_column,
+      columns=columns,
     )
     texts = opening.texts(
       tokenizer,

@@ -13,10 +13,13 @@ class Reference(NamedTuple):
   Attributes:
     question: UTF-8 bytes of the question, padded with zeros.
     answer: UTF-8 bytes of the answer, likewise.
+    columns: UTF-8 bytes of the JSON of further columns, likewise; None without
+      any.
   """
 
   question: UInt8[Array, 'B n']
   answer: UInt8[Array, 'B m']
+  columns: UInt8[Array, 'B k'] | None = None
 
 
 def pack(texts: Sequence[str], width: int | None = None) -> np.ndarray:

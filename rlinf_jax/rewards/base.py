@@ -1,7 +1,25 @@
 """Types of rewards."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from rlinf_jax.config import suggestions
+
+
+class Columns(dict[str, Any]):
+  """Values of a row of a file, by the names of their columns.
+
+  Raises:
+    KeyError: for a column that does not travel with the row.
+  """
+
+  def __missing__(self, name: str):
+    found = suggestions.join_names(self) or 'none'
+    raise KeyError(
+      f'A reward reads the column {name!r}, and the columns that rewards see '
+      f'are {found}: name it in `columns` of `questions.questions` (COLUMNS in '
+      'gin)'
+    )
 
 
 class Completion(NamedTuple):
@@ -13,6 +31,8 @@ class Completion(NamedTuple):
     answer: the answer that the data has.
     tokens: its length, the end token included.
     limit: the most tokens that it could have had.
+    columns: further columns of its row, those that `columns` of
+      `questions.questions` names, as values of JSON.
   """
 
   text: str
@@ -20,6 +40,7 @@ class Completion(NamedTuple):
   answer: str
   tokens: int
   limit: int
+  columns: Columns = Columns()
 
   @property
   def truncated(self) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 import functools
 import inspect
+import json
 
 import jax
 import jax.numpy as jnp
@@ -128,13 +129,20 @@ def _completions(
   tokenizer, reference: text_arrays.Reference, action_BT, mask_BT
 ) -> list[rewards_base.Completion]:
   """The completions of a batch."""
+  B, T = action_BT.shape
+  columns = ['{}'] * B
+  if reference.columns is not None:
+    columns = text_arrays.unpack(reference.columns)
   return [
-    rewards_base.Completion(*row, limit=action_BT.shape[1])
-    for row in zip(
+    rewards_base.Completion(
+      *row, limit=T, columns=rewards_base.Columns(json.loads(text))
+    )
+    for *row, text in zip(
       tokens.decode(tokenizer, action_BT, mask_BT),
       text_arrays.unpack(reference.question),
       text_arrays.unpack(reference.answer),
       mask_BT.sum(1).astype(int).tolist(),
+      columns,
       strict=True,
     )
   ]

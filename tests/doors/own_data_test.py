@@ -52,6 +52,10 @@ WRONG = [
     "{here}/train.jsonl line 1 has no column 'solution'; its columns are",
   ),
   (
+    {'COLUMNS': 'tests'},
+    "{here}/train.jsonl line 1 has no column 'tests'; its columns are",
+  ),
+  (
     {'TRAIN': '{here}/long.jsonl'},
     'All 1 questions of long.jsonl have more than 300 tokens',
   ),

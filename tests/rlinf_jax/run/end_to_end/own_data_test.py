@@ -34,13 +34,19 @@ SMALL = (
   '--gin.train.train.checkpoint_every=1',
   '--gin.train.train.keep_checkpoints=3',
   '--gin_bindings=from rewards_of_mine_too import rewards',
+  '--gin.COLUMNS=terms',
   # A new model is never right.
-  '--gin.REWARDS=[@functions.correct(), @functions.finishes, @rewards.vowels]',
-  '--gin.WEIGHTS=[1.0, 0.0, 0.5]',
+  '--gin.REWARDS=[@functions.correct(), @functions.finishes, @rewards.vowels, '
+  '@rewards.adds_up]',
+  '--gin.WEIGHTS=[1.0, 0.0, 0.5, 0.0]',
 )
 MINE = """
 def vowels(completion) -> float:
   return sum(c in 'aeiou' for c in completion.text) / completion.tokens
+
+
+def adds_up(completion) -> float:
+  return sum(completion.columns['terms']) == int(completion.answer)
 """
 
 
@@ -110,6 +116,8 @@ def test_the_documented_command_trains_on_files(folder, tmp_path, here):
     right = x['rollout/reward/correct']
     np.testing.assert_allclose(total, right + 0.5 * vowels, rtol=1e-5)
     assert x['rollout/reward/failed'] == 0
+    assert x['rollout/reward/adds_up'] == 1
+  assert evals[0]['eval/reward/adds_up'] == 1
   assert {'eval/reward/vowels', 'eval/reward/finishes'} <= evals[0].keys()
   before, after = (
     safetensors.numpy.load_file(path / 'model.safetensors')
