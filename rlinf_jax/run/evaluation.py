@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from rlinf_jax.data import text_arrays
+from rlinf_jax.run import right_answers
 from rlinf_jax.runtime import base as runtime_base
 from stages import base, core, metrics
 from stages.language import tokens
@@ -163,7 +163,7 @@ def completions(
   samples = len(rows['reward']) // B
   name = held_out.names[i] if held_out.names else ALL
   before = (held_out.names or [ALL] * i)[:i].count(name) * B
-  answers = _answers(held_out.batches[i])
+  answers = right_answers.texts(held_out.batches[i])
   for row in range(len(rows['reward'])):
     if 'weight' in rows and not rows['weight'][row]:
       continue
@@ -181,11 +181,3 @@ def completions(
       'tokens': int(rows['completion_mask'][row].sum()),
       'truncated': bool(rows['truncated'][row]),
     } | ({'env_failed': True} if failed else {})
-
-
-def _answers(problems: Any) -> list[str] | None:
-  """The answers of a batch, where they are texts."""
-  answer = getattr(problems, 'answer', None)
-  if not isinstance(answer, text_arrays.Reference):
-    return None
-  return text_arrays.unpack(answer.answer)

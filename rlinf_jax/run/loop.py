@@ -1,6 +1,7 @@
 """The training loop: steps, evaluations, checkpoints and their records."""
 
 import collections
+from collections.abc import Sequence
 import dataclasses
 import math
 import pathlib
@@ -11,7 +12,13 @@ import jax
 
 from rlinf_jax.config import config
 from rlinf_jax.planning import monitor as monitor_lib
-from rlinf_jax.run import evaluation, interrupt, profile, run_log
+from rlinf_jax.run import (
+  evaluation,
+  interrupt,
+  profile,
+  right_answers,
+  run_log,
+)
 from rlinf_jax.run import skipped as skipped_lib
 from rlinf_jax.run_files import checkpoint as checkpoint_lib
 from rlinf_jax.runtime import base as runtime_base
@@ -118,7 +125,8 @@ class Loop:
     self.steps = self._submitted = start.step
     self._interrupt = stop
     self._metrics = dict(start.metrics)  # By updates finished.
-    self._pending = collections.deque()  # Steps submitted and not finished.
+    # Steps submitted and not finished, with their batches.
+    self._pending = collections.deque()
     # An evaluation after the last step is in no metric of that step.
     known = log.evaluation(self.steps) or {}
     before = known.get(run_log.EVALUATION, 0.0)
@@ -168,12 +176,12 @@ class Loop:
       if self._interrupt.requested and not self._pending:
         self._stop()
       with profile.record(folder, self.steps + 1 == schedule.profile_step):
-        samples = self.step(schedule.next_pause(self.steps))
+        samples, batch = self.step(schedule.next_pause(self.steps))
       if self.steps == first + 1:
         config.save_operative(folder / 'operative_config.gin')
       self._count_skipped(skipped)
       if schedule.is_evaluation(self.steps):
-        self._write_samples(samples)
+        self._write_samples('train', samples, [batch])
         self._evaluate(schedule)
       if self._is_last(schedule) or schedule.is_checkpoint(self.steps):
         self.save()
@@ -206,19 +214,20 @@ class Loop:
     self._checkpoints.close()
     raise KeyboardInterrupt
 
-  def step(self, pause: int) -> dict[str, Any]:
+  def step(self, pause: int) -> tuple[dict[str, Any], Any]:
     """Waits for the oldest submitted update, and logs its metrics.
 
     Args:
       pause: the update after which no later step may be in progress.
 
     Returns:
-      Sample rows of the step, by name.
+      Sample rows of the step, by name, and its batch.
     """
     if not self._pending:
       self._step_end = time.perf_counter()
     self._submit_steps(pause)
-    info = self._pending.popleft().result()
+    batch, result = self._pending.popleft()
+    info = result.result()
     for notice in self.runtime.notices():
       self._log.notice(self.steps + 1, notice)
     if not self._pending:
@@ -241,7 +250,7 @@ class Loop:
     self._log.write_metrics(self.steps, values)
     self._log.write_timeline(self.steps, spans)
     self._update_metrics(values)
-    return samples
+    return samples, batch
 
   def _submit_steps(self, pause: int):
     """Submits as many steps as staleness and the next pause allow."""
@@ -255,7 +264,7 @@ class Loop:
       known = self._metrics.get(self._submitted - self._staleness, {})
       self._source_state, batch = self._source.next(self._source_state, known)
       key = jax.random.fold_in(self._key, self._submitted)
-      self._pending.append(self.runtime.submit(batch, key))
+      self._pending.append((batch, self.runtime.submit(batch, key)))
       self._submitted += 1
 
   def _check_prediction(self, seconds: float, by_stage: dict[str, float]):
@@ -323,12 +332,15 @@ class Loop:
     self._log.write_metrics(self.steps, values)
     self._video = samples.pop(video.NAME, None)
     few = {name: evaluation.few_rows(rows) for name, rows in samples.items()}
-    self._write_samples(few)
+    self._write_samples('eval', few, self._held_out.batches)
     self._update_metrics(values)
 
-  def _write_samples(self, samples: dict[str, Any]):
-    for name, rows in samples.items():
-      self._log.write_samples(self.steps, name.split('/')[0], rows)
+  def _write_samples(
+    self, split: str, samples: dict[str, Any], batches: Sequence[Any]
+  ):
+    for rows in samples.values():
+      right = right_answers.by_prompt(rows, batches)
+      self._log.write_samples(self.steps, split, rows, right)
 
   def save(self):
     """Starts to write a checkpoint."""

@@ -125,7 +125,13 @@ class RunLog:
       notify = functools.partial(self.notice, step)
       video.try_write(self._folder, step, frames, notify)
 
-  def write_samples(self, step: int, split: str, rows: dict[str, Any]):
+  def write_samples(
+    self,
+    step: int,
+    split: str,
+    rows: dict[str, Any],
+    answers: Sequence[str | None],
+  ):
     """Writes prompts and completions as text, and their scores.
 
     Args:
@@ -133,6 +139,7 @@ class RunLog:
       split: 'train' or 'eval'.
       rows: token ids and masks of prompts and completions, rewards, and of an
         evaluation whether they are correct.
+      answers: the right answer of each row, or None.
     """
     prompts = self._source.text(rows['prompt'], rows['prompt_mask'])
     completions = self._source.text(
@@ -143,9 +150,10 @@ class RunLog:
       for name in ('reward', 'correct')
       if name in rows
     }
-    for values in zip(*columns.values(), strict=True):
+    for right, *values in zip(answers, *columns.values(), strict=True):
       record = dict(zip(columns, values, strict=True))
-      self._samples.write(step, {'split': split, **record})
+      known = {} if right is None else {'answer': right}
+      self._samples.write(step, {'split': split, **record, **known})
 
   def close(self):
     """Closes all files and removes the progress bar.

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
   folder = tmp_path_factory.mktemp('run')
   log = run_log.RunLog(folder, SOURCE, 1, 0, None)
   log.write_metrics(1, {})
-  log.write_samples(1, 'eval', rows())
+  log.write_samples(1, 'eval', rows(), ['x'])
   log.write_timeline(
     1, [timeline.Span(1, 'all', 'run', 'learn', (1, 1), 0.0, 1.0, 1.0)]
   )

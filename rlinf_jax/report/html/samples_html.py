@@ -89,7 +89,7 @@ def _sample(sample: Mapping[str, Any]) -> str:
   if 'correct' in sample:
     kind, mark = (' right', '✓ ') if _is_right(sample) else (' wrong', '✗ ')
   score = f'<span class="reward">{mark}{reward:.3g}</span>'
-  # Samples of a training, and records of some sources, have no answer.
+  # Of problems whose answers are no texts, there is none.
   texts = sample['prompt'], sample['completion'], sample.get('answer', '')
   prompt, completion, answer = (
     html.escape(text if len(text) <= LONGEST else text[:LONGEST] + ' …')

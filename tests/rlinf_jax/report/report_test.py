@@ -144,10 +144,11 @@ def test_a_reward_does_not_tell_what_is_correct(tmp_path, scores, title, marks):
     report.write(folder)
 
 
-def test_samples_of_an_evaluation_say_the_right_answer(tmp_path):
+@pytest.mark.parametrize('split', ['eval', 'train'])
+def test_samples_say_the_right_answer(tmp_path, split):
   folder = fake_run.make_run(tmp_path / 'run', steps=3, every=1)
-  sample = {'step': 0, 'split': 'eval', 'prompt': 'Is 2 < 3?', 'reward': 0.0}
-  sample |= {'completion': 'no', 'correct': 0.0}
+  sample = {'step': 0, 'split': split, 'prompt': 'Is 2 < 3?', 'reward': 0.0}
+  sample |= {'completion': 'no'} | ({'correct': 0.0} if split == 'eval' else {})
   with_answer = sample | {'answer': '2 < 3 holds'}
   fake_run.write_lines(folder / 'samples.jsonl', [sample, with_answer])
   page = report.write(folder).read_text(encoding='utf-8')

@@ -154,8 +154,10 @@ def test_a_run_writes_its_whole_folder(uninterrupted):
   assert steps == [0, 1, 2, 3, 4, 5, 5, 6, 7, 8, 9, 10, 10]
   assert re.search(r'step +7/10 .*length .*tok/s .*generate', done.stdout)
   assert '\x1b' not in done.stdout
-  for line in (folder / 'samples.jsonl').read_text().splitlines():
-    sample = json.loads(line)
+  text = (folder / 'samples.jsonl').read_text()
+  samples = [json.loads(line) for line in text.splitlines()]
+  assert {x['split'] for x in samples} == {'train', 'eval'}
+  for sample in samples:
     assert ('correct' in sample) == (sample['split'] == 'eval')
   assert sorted(p.name for p in (folder / 'checkpoints').iterdir()) == [
     '10',

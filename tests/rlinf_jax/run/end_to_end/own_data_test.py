@@ -119,6 +119,12 @@ def test_the_documented_command_trains_on_files(folder, tmp_path, here):
     assert x['rollout/reward/adds_up'] == 1
   assert evals[0]['eval/reward/adds_up'] == 1
   assert {'eval/reward/vowels', 'eval/reward/finishes'} <= evals[0].keys()
+  text = (tmp_path / 'run/samples.jsonl').read_text()
+  samples = [json.loads(line) for line in text.splitlines()]
+  assert {x['split'] for x in samples} == {'train', 'eval'}
+  for x in samples:
+    asked = re.search(r'(\d+)\+1=', x['prompt'])
+    assert int(x['answer']) == int(asked[1]) + 1
   before, after = (
     safetensors.numpy.load_file(path / 'model.safetensors')
     for path in (folder / 'chat/warm_start/model', tmp_path / 'run/model')
