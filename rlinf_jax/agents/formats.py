@@ -207,23 +207,25 @@ def _content(message: base.Message) -> str:
   return ''.join(part['text'] for part in content)
 
 
-def check_tools(
-  tokenizer, messages: Sequence[base.Message], tools: Sequence[dict]
-):
+def check_tools(tokenizer, texts: Sequence[str], tools: Sequence[dict]):
   """Refuses tools that nothing tells the model of.
+
+  A name in some of the questions, or within another word, declares no tool.
 
   Args:
     tokenizer: of the model.
-    messages: of a prompt.
+    texts: of all prompts, by the chat template.
     tools: JSON schemas.
 
   Raises:
-    ValueError: if the chat template leaves out the tools, and the prompt does
-      not name them.
+    ValueError: if the chat template leaves out a tool, and not every prompt
+      names it.
   """
   names = [tool['function']['name'] for tool in tools]
-  text = prompt(tokenizer, messages, chat=True, tools=tools)
-  if missing := [name for name in names if name not in text]:
+  word = {
+    name: re.compile(rf'(?<!\w){re.escape(name)}(?!\w)') for name in names
+  }
+  if missing := [x for x in names if not all(map(word[x].search, texts))]:
     raise ValueError(
       f'The chat template of {tokenizer.name_or_path} does not tell the model '
       f'of its tools {missing}: name them in the system prompt (SYSTEM in '

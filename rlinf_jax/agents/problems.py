@@ -136,12 +136,13 @@ def opening(make: agents_base.Make) -> prompts_lib.Opening:
       )
     prompts = [env.reset(_problem(row)) for row in rows]
     tools = agents_base.tools(env)
-    if chat and tools:
-      formats.check_tools(tokenizer, prompts[0], tools)
-    return [
+    texts = [
       formats.prompt(tokenizer, messages, chat=chat, tools=tools)
       for messages in prompts
     ]
+    if chat and tools:
+      formats.check_tools(tokenizer, texts, tools)
+    return texts
 
   def references(rows) -> text_arrays.Texts:
     return text_arrays.Texts([json.dumps(_problem(row)) for row in rows])

@@ -90,9 +90,15 @@ def test_tools_that_a_template_leaves_out_must_be_in_the_system_prompt(
   tokenizer = tokens.load_tokenizer(folder / 'model')
   tokenizer.chat_template = TEMPLATE
   tokenizer.save_pretrained(tmp_path / 'model')
-  (tmp_path / 'a.jsonl').write_text((folder / 'a.jsonl').read_text())
-  with pytest.raises(ValueError, match='does not tell the model of its tools'):
-    source(tmp_path)
+  refused = pytest.raises(ValueError, match='does not tell the model of its to')
+  rows = (folder / 'a.jsonl').read_text().splitlines()
+  asks = json.dumps({'question': 'What is a calculator?', 'answer': 'a tool'})
+  for first in ([], [asks]):  # A question that has its name declares no tool.
+    (tmp_path / 'a.jsonl').write_text('\n'.join([*first, *rows]))
+    with refused:
+      source(tmp_path)
+  with refused:
+    source(tmp_path, lambda: make(system_prompt='Two calculators.'))
   named = 'Call [calculator(expression="1+1")].'
   source(tmp_path, lambda: make(system_prompt=named), prompt_length=99)
 
