@@ -215,7 +215,7 @@ def _evaluate(folder: pathlib.Path):
 
 def main(_):
   """Runs the recipe; errors that the user can fix are printed in a sentence."""
-  # orbax logs forty lines per checkpoint; `checkpoint` reports its failures.
+  # JAX logs which backends there are not.
   logging.set_verbosity(logging.FATAL)
   allocator.retain_freed_memory()
   allocator.claim_accelerators()

@@ -6,6 +6,7 @@ manager completes a checkpoint when all of them have.
 
 from collections.abc import Callable
 import contextlib
+import logging
 import os
 import pathlib
 from typing import Any, NamedTuple, Protocol
@@ -69,6 +70,8 @@ class Checkpoints:
 
     from rlinf_jax.run_files import state_item
 
+    # orbax logs forty lines per checkpoint; its failures are reported here.
+    logging.getLogger('absl').addFilter(_is_not_of_orbax)
     self._ocp, self._state_item = ocp, state_item
     self.folder = pathlib.Path(folder).absolute()
     self._manager = ocp.CheckpointManager(
@@ -272,6 +275,11 @@ class Checkpoints:
         f'A checkpoint could not be written to {self.folder} '
         f'({(str(error) or repr(error)).splitlines()[0]}). {advice}'
       ) from error
+
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+  """Whether a line of a log was written by another module."""
+  return '/orbax/checkpoint/' not in record.pathname
 
 
 def _nested(source: Any) -> Any:

@@ -1,8 +1,10 @@
 """Checkpoints that cannot be written, and what is reported of them."""
 
 import errno
+import logging
 import os
 
+from absl import logging as absl_logging
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,3 +88,23 @@ def test_another_source_is_refused_and_its_state_is_read_all_the_same(tmp_path):
     files.load(tree, None, {'batch': np.array(0), 'at': np.zeros(3)})
   assert saved.whole(files.state(tree, None), tree)['w'].tolist() == [1, 1, 1]
   files.close()
+
+
+def test_orbax_logs_nothing_of_checkpoints_that_are_read_or_fail(
+  tmp_path, caplog
+):
+  """In programs of others, too, whose own lines stay."""
+  caplog.set_level(logging.INFO, logger='absl')
+  tree = {'w': jnp.ones(3)}
+  files = checkpoint.Checkpoints(tmp_path, 1)
+  files.save(1, saved.Tree(tree), SOURCE, {})
+  files.wait()
+  files.save(2, Failing(OSError('full')), SOURCE, {})
+  with pytest.raises(checkpoint.CheckpointError, match='full'):
+    files.wait()
+  files.close()
+  files = checkpoint.Checkpoints(tmp_path, 1, read_only=True)
+  files.load(tree, None, SOURCE)
+  files.close()
+  absl_logging.warning('mine')
+  assert [x.getMessage() for x in caplog.records] == ['mine']
