@@ -30,6 +30,8 @@ PARTS = {
 BUFFERS = 'normalize_inputs.', 'normalize_targets.', 'unnormalize_outputs.'
 EPSILON = 1e-8  # Of LeRobot, where a folder tells none.
 OPENPI_EPSILON = 1e-6  # Added to a standard deviation, or to q99 − q01.
+# Most tokens of an instruction, by whether the model is π0.5.
+MAX_LENGTH = {False: 48, True: 200}
 # Entries that say something else of a part, such as its number of steps.
 NO_STATISTICS = 'relative', 'shape', 'mask', 'count'
 WORDS = {
@@ -102,18 +104,20 @@ def write(
       they have no mode; else they are by mean and standard deviation.
   """
   folder = pathlib.Path(folder)
-  common, features, tensors = _common(norm_stats, adaptive)
+  features, modes = describe(norm_stats, adaptive=adaptive)
+  tensors = _tensors_of(norm_stats)
   actions = norm_stats['actions']
   relative = actions.get('relative')
+  common = {'eps': actions.get('eps', OPENPI_EPSILON), 'norm_map': modes}
   normalize = NORMALIZE, {**common, 'features': features}
   unnormalize = UNNORMALIZE, {**common, 'features': _only_action(features)}
   device = 'device_processor', {'device': 'cpu', 'float_dtype': None}
-  subtract = RELATIVE, _relative_config(relative, width(actions))
+  subtract = RELATIVE, relative_config(actions)
   before = [
     ('rename_observations_processor', {'rename_map': {}}),
     ('to_batch_processor', {}),
   ]
-  words = 'tokenizer_processor', WORDS | {'max_length': 200 if adaptive else 48}
+  words = 'tokenizer_processor', WORDS | {'max_length': MAX_LENGTH[adaptive]}
   if adaptive:  # Its text has the normalized state.
     text = 'pi05_prepare_state_tokenizer_processor_step', {}
     before += [subtract, normalize, text, words, device]
@@ -125,36 +129,45 @@ def write(
   _write_steps(folder, AFTER, after, tensors)
 
 
-def _common(norm_stats: Mapping, adaptive: bool):
-  """Settings of both steps, the features, and the statistics by name."""
-  features, modes, tensors = {}, {'VISUAL': 'IDENTITY'}, {}
+def describe(norm_stats: Mapping, *, adaptive: bool) -> tuple[dict, dict]:
+  """LeRobot's features of statistics, and the mode of each type of feature.
+
+  Arguments are those of `write`.
+  """
+  features, modes = {}, {'VISUAL': 'IDENTITY'}
   for part, (name, kind, _) in PARTS.items():
     if part not in norm_stats:
       continue
     entry = norm_stats[part]
     modes[kind] = entry.get('mode', 'QUANTILES' if adaptive else 'MEAN_STD')
     features[name] = {'type': kind, 'shape': [width(entry)]}
-    tensors |= {
-      f'{name}.{key}': np.array(x, np.float32)
-      for key, x in entry.items()
-      if isinstance(x, list) and key not in NO_STATISTICS
-    }
-  eps = norm_stats['actions'].get('eps', OPENPI_EPSILON)
-  return {'eps': eps, 'norm_map': modes}, features, tensors
+  return features, modes
+
+
+def _tensors_of(norm_stats: Mapping) -> dict[str, np.ndarray]:
+  """The statistics by LeRobot's names."""
+  return {
+    f'{name}.{key}': np.array(x, np.float32)
+    for part, (name, _, _) in PARTS.items()
+    for key, x in norm_stats.get(part, {}).items()
+    if isinstance(x, list) and key not in NO_STATISTICS
+  }
 
 
 def _only_action(features: Mapping) -> dict:
   return {k: x for k, x in features.items() if k == PARTS['actions'][0]}
 
 
-def _relative_config(relative: list[bool] | None, width: int) -> dict[str, Any]:
-  """Settings of the step, which excludes numbers by their names."""
-  names = [f'{i:03}' for i in range(width)]
-  excluded = [
-    name
-    for name, chosen in zip(names, relative or [True] * width, strict=True)
-    if not chosen
-  ]
+def relative_config(actions: Mapping) -> dict[str, Any]:
+  """Settings of the step, which excludes numbers by their names.
+
+  Args:
+    actions: statistics of actions.
+  """
+  relative = actions.get('relative')
+  names = [f'{i:03}' for i in range(width(actions))]
+  chosen = relative or [True] * len(names)
+  excluded = [x for x, own in zip(names, chosen, strict=True) if not own]
   return {
     'enabled': bool(relative),
     'exclude_joints': excluded,

@@ -20,7 +20,7 @@ def save(
   names: naming.Names,
   *,
   dtype: str = 'float32',
-  shard_bytes: int = 5 * 2**30,
+  shard_bytes: int | None = 5 * 2**30,
 ):
   """Writes parameters as a checkpoint, in several files if it is large.
 
@@ -29,7 +29,7 @@ def save(
     params: a tree of arrays.
     names: the checkpoint tensor of each parameter, by the last key of its path.
     dtype: the type to write them in.
-    shard_bytes: maximum bytes of tensors in one file.
+    shard_bytes: maximum bytes of tensors in one file; None for a single file.
   """
   from safetensors import numpy as st
 
@@ -59,7 +59,9 @@ def save(
     (folder / weights.INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _shards(params, names, itemsize: int, shard_bytes: int) -> list[dict]:
+def _shards(
+  params, names, itemsize: int, shard_bytes: int | None
+) -> list[dict]:
   """By file: parameters, indices and relations of each checkpoint tensor."""
   tensors, size_of = {}, collections.Counter()
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -70,7 +72,8 @@ def _shards(params, names, itemsize: int, shard_bytes: int) -> list[dict]:
       size_of[name] += leaf.size // len(parts) * itemsize
   sizes, shards = [0], [{}]
   for name, parts in tensors.items():
-    if shards[-1] and sizes[-1] + size_of[name] > shard_bytes:
+    is_full = shard_bytes and sizes[-1] + size_of[name] > shard_bytes
+    if shards[-1] and is_full:
       sizes.append(0)
       shards.append({})
     sizes[-1] += size_of[name]

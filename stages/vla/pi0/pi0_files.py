@@ -3,12 +3,15 @@
 Both name tensors alike, but for a few prefixes: LeRobot puts `model.` before
 all names, some versions of transformers put `vision_model.` before those of
 SigLIP, and the embedding, which is the output layer too, is stored under either
-name. `read` finds out which.
+name. `read` finds out which. Both load a single file, and expect the output
+layers in it, which they do not use.
 """
 
 import contextlib
 import pathlib
 from typing import NamedTuple
+
+import numpy as np
 
 from stages.models.files import decoder_names, weights, weights_writer
 from stages.models.files.naming import Names, Tensor
@@ -36,7 +39,7 @@ class Layout(NamedTuple):
 
   root: str = 'model.'
   tower: str = 'vision_model.'
-  embedding: str = EMBEDDINGS[0]
+  embedding: str = EMBEDDINGS[1]
 
 
 def read(folder: str | pathlib.Path, config: pi0.Config):
@@ -69,9 +72,9 @@ def write(
   layout: Layout = Layout(),
   dtype: str = 'float32',
 ):
-  """Writes parameters as a checkpoint.
+  """Writes parameters as a checkpoint, in one file.
 
-  The expert's output layer, which LeRobot stores and does not use, is left out.
+  The expert's output layer, which nothing uses, is zeros.
 
   Args:
     folder: where to write; made if needed.
@@ -80,7 +83,11 @@ def write(
     layout: how tensors are named.
     dtype: the type to write them in.
   """
-  weights_writer.save(folder, params, names(config, layout), dtype=dtype)
+  own = names(config, layout)
+  own['expert'] |= {'head_VD': Tensor(f'{layout.root}{EXPERT_HEAD}')}
+  head_VD = np.zeros((config.trunk.V, config.expert.D), np.float32)
+  params = params | {'expert': params['expert'] | {'head_VD': head_VD}}
+  weights_writer.save(folder, params, own, dtype=dtype, shard_bytes=None)
 
 
 def layout_of(folder: str | pathlib.Path) -> Layout:

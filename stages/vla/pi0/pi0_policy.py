@@ -25,7 +25,14 @@ from stages.vla import (
 from stages.vla import (
   relative_actions as relative_lib,
 )
-from stages.vla.pi0 import pi0, pi0_critic, pi0_files, pi0_inputs, pi0_noise
+from stages.vla.pi0 import (
+  lerobot_config,
+  pi0,
+  pi0_critic,
+  pi0_files,
+  pi0_inputs,
+  pi0_noise,
+)
 
 EXPERT, TRUNK = 'expert', 'trunk'
 FROZEN_PARTS = ('vision', 'projector', TRUNK)
@@ -170,10 +177,15 @@ def export(
   norm_stats: dict[str, Any] | None = None,
   relative_actions: relative_lib.RelativeActions | None = None,
   data_set: str = 'data',
+  cameras: tuple[str, ...] | None = None,
+  executed: ranges.PositiveInt | None = None,
+  num_steps: ranges.PositiveInt = 4,
 ):
   """Writes what a workflow has trained as a checkpoint, adapters added.
 
-  Statistics are written as openpi has them, and as LeRobot's processors.
+  Statistics are written as openpi has them, and as LeRobot's processors. With
+  those of both states and actions, and with `cameras`, the folder has a
+  config.json and LeRobot acts as the policy does without noise.
 
   Args:
     folder: folder to write.
@@ -183,6 +195,10 @@ def export(
     norm_stats: statistics that go with it; None for none.
     relative_actions: as for `policy`.
     data_set: their name in the folder.
+    cameras: as for `policy`; None where LeRobot is not to act, or cannot, as
+      its models read a state.
+    executed: as for `policy`.
+    num_steps: as for `policy`.
   """
   own = trunk_lora.merge_if_adapted(params['policy'], part=TRUNK)
   own = own | own.get(base.FROZEN, {})
@@ -192,6 +208,15 @@ def export(
     norm_stats = _telling(norm_stats, relative_actions, config)
     normalization.write(folder, data_set, norm_stats)
     lerobot_processors.write(folder, norm_stats, adaptive=config.adaptive)
+  if cameras and {'state', 'actions'} <= {*(norm_stats or ())}:
+    lerobot_config.write(
+      folder,
+      config,
+      norm_stats,
+      cameras=cameras,
+      executed=executed or config.Z,
+      num_steps=num_steps,
+    )
 
 
 def _telling(norm_stats, relative, config: pi0.Config):

@@ -79,6 +79,12 @@ def test_fine_tuning_exports_weights_and_statistics(folder, tmp_path, name):
   stored = normalization.read(model)
   assert stored == statistics.openpi(data, relative_actions=adaptive, chunk=2)
   assert ('relative' in stored['actions']) == adaptive
+  lerobots = json.loads((model / 'config.json').read_text())
+  assert [*lerobots['input_features']] == [
+    'observation.images.table',
+    'observation.state',
+  ]
+  assert lerobots['num_inference_steps'] == 4
   # With its own statistics and words, it acts in the world of its data.
   encode = getattr(instructions, name)
   env = push.push(

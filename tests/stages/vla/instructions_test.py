@@ -13,6 +13,7 @@ from tokenizers import (
   models,
   normalizers,
   pre_tokenizers,
+  processors,
   trainers,
 )
 import transformers
@@ -69,12 +70,18 @@ def gemma(folder, *, split_digits: bool):
     instructions.pi05_text(task, rng.uniform(-1.1, 1.1, 8))
     for task in (TASK, *push.INSTRUCTIONS) * 20
   ]
-  special = ['<unk>', '<bos>']
+  special = ['<pad>', '<unk>', '<bos>']
   made.train_from_iterator(
     texts, trainers.BpeTrainer(special_tokens=special, show_progress=False)
   )
+  made.post_processor = processors.TemplateProcessing(
+    single='<bos> $A', special_tokens=[('<bos>', special.index('<bos>'))]
+  )
   transformers.PreTrainedTokenizerFast(
-    tokenizer_object=made, bos_token='<bos>', unk_token='<unk>'
+    tokenizer_object=made,
+    bos_token='<bos>',
+    pad_token='<pad>',
+    unk_token='<unk>',
   ).save_pretrained(folder)
   return str(folder)
 

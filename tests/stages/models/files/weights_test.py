@@ -93,7 +93,7 @@ def test_one_file_and_many_read_bit_for_bit(case, dtype, tmp_path):
 
 @pytest.mark.parametrize('case', [CASE, UNTIED])
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('shard_bytes', [2**30, 5000])
+@pytest.mark.parametrize('shard_bytes', [None, 5000])
 def test_written_files_hold_the_tensors_that_were_read(
   case, dtype, shard_bytes, tmp_path
 ):
@@ -107,7 +107,7 @@ def test_written_files_hold_the_tensors_that_were_read(
     shard_bytes=shard_bytes,
   )
   files = sorted(folder.glob('*.safetensors'))
-  if shard_bytes > 2**20:
+  if shard_bytes is None:
     assert [file.name for file in files] == [weights.SINGLE]
     assert not (folder / weights.INDEX).exists()
   else:
@@ -116,7 +116,7 @@ def test_written_files_hold_the_tensors_that_were_read(
   for file in files:
     tensors = st.load_file(file)
     bytes_ = sum(x.nbytes for x in tensors.values())
-    assert bytes_ <= shard_bytes or len(tensors) == 1
+    assert not shard_bytes or bytes_ <= shard_bytes or len(tensors) == 1
     got |= tensors
   assert got.keys() == state.keys()
   for name, x in state.items():
