@@ -41,7 +41,7 @@ def recipe(path):
   marks = [
     mark
     for word, module in NEEDS.items()
-    if word in path.stem
+    if word in name
     for mark in (
       pytest.mark.slow,
       pytest.mark.skipif(
@@ -57,7 +57,9 @@ FOLDERS = (
   'experiments/agents',
   'experiments/arithmetic',
   'experiments/compiled',
+  'experiments/libero',
   'experiments/maniskill',
+  'experiments/metaworld',
   'experiments/rlpd',
   'experiments/smollm',
   'gin_configs',
