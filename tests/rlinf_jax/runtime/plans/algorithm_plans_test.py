@@ -242,15 +242,17 @@ def eager(name):
 
 
 # It cuts the batch into four pieces; `make claims` tries all plans. What these
-# are made of, others have, too: `conversation_ppo` the same turns without
-# slots, `conversation_slots` and `conversation_policies` slots and roles,
-# `dapo` the same rounds, and `lora` and `remax` all of `reinforce_pp` that sees
-# other rows.
+# are made of, others have, too: `conversation_slots` and `conversation_policies`
+# turns, slots and roles, `dapo_kept_kv_cache` the same rounds, `distillation`
+# the same rollouts, and `lora` and `remax` all of `reinforce_pp` that sees other
+# rows. PPO has a module of its own.
 SEED = 11
 FOR_CLAIMS = {
   'conversation',
   'conversation_dapo',
+  'conversation_ppo',
   'conversation_roles',
+  'dapo',
   'reinforce_pp',
 }
 KEPT = [(SEED, name) for name in WORKFLOWS if name not in FOR_CLAIMS]

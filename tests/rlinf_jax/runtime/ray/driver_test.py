@@ -126,7 +126,7 @@ def runtimes():
 @pytest.mark.claims
 @pytest.mark.parametrize('places, staleness', [(2, 0), (2, 1), (3, 0), (3, 1)])
 def test_processes_compute_the_same_bits(runtimes, places, staleness):
-  """So do, below, three places in an order of their own, and in pieces."""
+  """So does, below, a loop in three places, in an order of its own."""
   sketch = {2: TWO, 3: THREE}[places]
   remote, local_ = runtimes(sketch, functools.partial(flows, staleness))
   got, want = (
@@ -162,23 +162,6 @@ def assert_told(remote):
   assert len({one['pid'] for one in about.values()}) == len(about)
 
 
-def test_all_processes_follow_the_order_of_a_plan(runtimes):
-  step, evaluate = flows()
-  plan = plan_lib.parse(THREE, dict.fromkeys(step.stages + evaluate.stages))
-  known = passes.with_order(step, plan, toys.Random(0))
-  facts = [
-    programs.fingerprint(programs.lower(one, step, evaluate))
-    for one in (plan, known)
-  ]
-  assert facts[0] != facts[1]  # An actor with another order is refused.
-  remote, local_ = runtimes(json.loads(known.to_json()))
-  assert remote.plan.order == local_.plan.order == known.order
-  assert remote.lowered == local_.lowered
-  got, want = run(remote, grpo), run(local_, grpo)
-  tiny.assert_same_bits(got, want)
-  local_.close()
-
-
 @functools.cache
 def dapo():
   return workflows.dapo(
@@ -198,12 +181,23 @@ def dapo_flows():
   )
 
 
-def test_a_loop_runs_in_three_processes_together(runtimes):
+def test_a_loop_runs_in_three_processes_in_the_order_of_a_plan(runtimes):
+  step, evaluate = dapo_flows()
   sketch = {
     'places': {p: {'devices': [i]} for i, p in enumerate('abc')},
     'stages': {'generate': 'a', 'round_prompts': 'a', 'reward': 'b', '*': 'c'},
+    'pieces': 2,
   }
-  remote, local_ = runtimes(sketch, dapo_flows)
+  plan = plan_lib.parse(sketch, dict.fromkeys(step.stages + evaluate.stages))
+  known = passes.with_order(step, plan, toys.Random(0))
+  facts = [
+    programs.fingerprint(programs.lower(one, step, evaluate))
+    for one in (plan, known)
+  ]
+  assert facts[0] != facts[1]  # An actor with another order is refused.
+  remote, local_ = runtimes(json.loads(known.to_json()), dapo_flows)
+  assert remote.plan.order == local_.plan.order == known.order
+  assert remote.lowered == local_.lowered
   got, want = run(remote, dapo), run(local_, dapo)
   tiny.assert_same_bits(got, want)
   local_.close()
