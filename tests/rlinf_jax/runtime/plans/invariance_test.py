@@ -146,7 +146,7 @@ def test_micro_batches_change_only_rounding(dtype, pieces):
   'dtype, place',
   cases(
     ['data', 'fsdp', 'mixed'],
-    [('float64', 'fsdp'), ('float32', 'mixed')],
+    [('float64', 'fsdp')],  # All axes at once have a test below.
   ),
   indirect=['dtype'],
 )
@@ -335,7 +335,7 @@ DIVIDED = [
 @pytest.mark.slow
 @pytest.mark.parametrize('dtype', ['float32'], indirect=True)
 @pytest.mark.parametrize(
-  'place, parts, groups', claims.some(DIVIDED, DIVIDED[:2])
+  'place, parts, groups', claims.some(DIVIDED, DIVIDED[:1])
 )
 def test_dividing_groups_changes_only_rounding(dtype, place, parts, groups):
   agrees(dtype, place, PARTS.get(parts, {}), rows=groups)

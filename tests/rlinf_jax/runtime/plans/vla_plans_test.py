@@ -36,9 +36,9 @@ STEPS = 2
 SIZE, CHUNK = 8, 2
 # Four places, three of them meshes; two places, in pieces and micro-batches.
 # π0.5 is π0 with one more input of its layers.
-KEPT = ('openvla', 5), ('openvla_oft', 6), ('pi05', 6)
-# Places of one device; a mesh, pieces and micro-batches.
-KEPT_PPO = ('openvla_oft', 0), ('pi05', 6)
+KEPT = ('openvla', 5), ('pi05', 6)
+# A mesh, pieces and micro-batches.
+KEPT_PPO = (('openvla_oft', 6),)
 WIDE = {'dtype': 'float64', 'init_stddev': 0.3}
 TOWER = functools.partial(
   vit.Config, image_size=SIZE, patch_size=4, D=4, H=1, F=4, **WIDE
