@@ -242,10 +242,10 @@ def eager(name):
 
 
 # It cuts the batch into four pieces; `make claims` tries all plans. What these
-# are made of, others have, too: `conversation_slots` and `conversation_policies`
-# turns, slots and roles, `dapo_kept_kv_cache` the same rounds, `distillation`
-# the same rollouts, and `lora` and `remax` all of `reinforce_pp` that sees other
-# rows. PPO has a module of its own.
+# are made of, others have, too: `conversation_slots` and
+# `conversation_policies` turns, slots and roles, `dapo_kept_kv_cache` the same
+# rounds, `distillation` the same rollouts, and `lora` and `remax` all of
+# `reinforce_pp` that sees other rows. PPO has a module of its own.
 SEED = 11
 FOR_CLAIMS = {
   'conversation',
