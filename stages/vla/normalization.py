@@ -145,12 +145,7 @@ def read(
   Raises:
     CheckpointError: if there are none of this name, or several.
   """
-  root = pathlib.Path(checkpoint) / ASSETS
-  found = sorted(
-    # A name may have slashes, such as physical-intelligence/libero.
-    x.parent.relative_to(root).as_posix()
-    for x in root.rglob(FILE)
-  )
+  root, found = pathlib.Path(checkpoint) / ASSETS, _assets(checkpoint)
   names = ', '.join(found) or 'none'
   if not found and asset is None:
     stored = lerobot_processors.read(checkpoint)
@@ -186,6 +181,39 @@ def read(
       )
     stats['actions'] = {**actions, 'relative': told}
   return stats
+
+
+def relative(checkpoint: str | None) -> tuple[bool, ...]:
+  """Which numbers of actions a checkpoint has relative to the state.
+
+  Args:
+    checkpoint: its folder; None for random weights.
+
+  Returns:
+    Whether each number is; empty if nothing tells, as without statistics or
+    with those of several data sets.
+
+  Raises:
+    CheckpointError: if its statistics cannot be read.
+  """
+  if checkpoint is None:
+    return ()
+  names = _assets(checkpoint)
+  if not names and lerobot_processors.read(checkpoint) is None:
+    return ()
+  if len(names) > 1:
+    return ()
+  return tuple(read(checkpoint).get('actions', {}).get('relative', ()))
+
+
+def _assets(checkpoint: str | pathlib.Path) -> list[str]:
+  """Names of the data sets of which openpi's files have statistics."""
+  root = pathlib.Path(checkpoint) / ASSETS
+  return sorted(
+    # A name may have slashes, such as physical-intelligence/libero.
+    x.parent.relative_to(root).as_posix()
+    for x in root.rglob(FILE)
+  )
 
 
 def _is_mask(x: Any, width: int) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stages.models.files import weights
-from stages.vla import normalization
+from stages.vla import lerobot_processors, normalization
 
 STATS = {
   part: {
@@ -63,3 +63,21 @@ def test_a_folder_without_statistics_is_refused(tmp_path):
   path.write_text('[]')
   with pytest.raises(weights.CheckpointError, match="object with 'norm_stats'"):
     normalization.read(tmp_path)
+
+
+def test_a_checkpoint_tells_which_actions_are_relative_or_nothing(tmp_path):
+  assert normalization.relative(None) == ()
+  assert normalization.relative(str(tmp_path)) == ()
+  normalization.write(tmp_path, 'robot', STATS)
+  assert normalization.relative(str(tmp_path)) == ()
+  mask = {'relative': [True, False]}
+  stats = STATS | {'actions': STATS['actions'] | mask}
+  normalization.write(tmp_path, 'robot', stats)
+  assert normalization.relative(str(tmp_path)) == (True, False)
+  # Of several robots, nothing tells which one is meant.
+  normalization.write(tmp_path, 'other', stats)
+  assert normalization.relative(str(tmp_path)) == ()
+  lerobots = tmp_path / 'lerobot'
+  lerobots.mkdir()
+  lerobot_processors.write(lerobots, stats, adaptive=False)
+  assert normalization.relative(str(lerobots)) == (True, False)
