@@ -209,7 +209,6 @@ def test_parameters_are_sent_only_when_they_change(case):
   tiny.assert_same_bits(same, vllm_models.act(policy, params, prompt))
 
 
-@with_both
 def test_of_an_adapted_model_the_adapter_alone_is_sent_again(case, monkeypatch):
   policy, prompt = case.policy(lora=lora.Lora(rank=4)), vllm_models.prompts(32)
   merged, own = case.policy(), case.policy(engine=None, lora=lora.Lora(rank=4))
