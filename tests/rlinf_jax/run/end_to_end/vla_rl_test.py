@@ -180,6 +180,13 @@ def test_ppo_of_pi0_acts_in_tasks_of_meta_world_by_pictures_and_words(tmp_path):
   assert {'eval/reach-v3/success_once', 'eval/door-open-v3/success_once'} <= {
     *metrics
   }
+  # The folder tells LeRobot how this policy acts.
+  lerobots = json.loads((tmp_path / 'run/model/config.json').read_text())
+  assert [*lerobots['input_features']] == [
+    'observation.images.front',
+    'observation.state',
+  ]
+  assert lerobots['n_action_steps'] == lerobots['num_inference_steps'] == 5
 
 
 @pytest.mark.parametrize('world', ['push', 'maniskill'])
