@@ -17,7 +17,7 @@ Config = config_lib.Config
 
 ACTIVATIONS = {
   'silu': nn.silu,
-  'gelu_tanh': functools.partial(nn.gelu, approximate=True),
+  'gelu_tanh': mixed_precision.gelu_tanh,
 }
 
 

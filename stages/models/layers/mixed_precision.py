@@ -68,16 +68,33 @@ def gelu(x):
 
   Φ is the distribution of a normal number. The result has the dtype of `x`.
   """
-  if x.dtype == wide_dtype(x.dtype):
-    return _gelu(x)
-  return jax.checkpoint(_gelu, prevent_cse=False)(x)
-
-
-def _gelu(x):
-  wide_x = x.astype(wide_dtype(x.dtype))
   # By erf, as in torch. On GPUs, XLA computes erfc in two kernels.
-  normal = 0.5 * (1.0 + jax.lax.erf(wide_x * 0.5**0.5))
-  return (wide_x * normal).astype(x.dtype)
+  return _rounded_once(
+    lambda x: x * (0.5 * (1.0 + jax.lax.erf(x * 0.5**0.5))), x
+  )
+
+
+def gelu_tanh(x):
+  """The approximation of `gelu` by tanh, likewise.
+
+  For negative numbers, 1 + tanh is what is left of a difference, so that a
+  rounded tanh would be most of the error.
+  """
+  return _rounded_once(functools.partial(jax.nn.gelu, approximate=True), x)
+
+
+def _rounded_once(activation, x):
+  """An elementwise function in float32 or wider, in the dtype of `x`."""
+  wide = wide_dtype(x.dtype)
+  if x.dtype == wide:
+    return activation(x)
+
+  # Recompute in the backward pass: otherwise it keeps float32 activations.
+  @functools.partial(jax.checkpoint, prevent_cse=False)
+  def run(x):
+    return activation(x.astype(wide)).astype(x.dtype)
+
+  return run(x)
 
 
 class Rounded(NamedTuple):

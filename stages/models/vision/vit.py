@@ -38,7 +38,7 @@ from stages.models.vision import resample
 Activation = Literal['gelu', 'gelu_tanh']
 ACTIVATIONS = {
   'gelu': mixed_precision.gelu,
-  'gelu_tanh': functools.partial(nn.gelu, approximate=True),
+  'gelu_tanh': mixed_precision.gelu_tanh,
 }
 COLORS = 3
 
