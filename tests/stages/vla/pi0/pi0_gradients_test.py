@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import bfloat16
+import claims
 from stages.models.control import flow_policy
 from stages.models.vision import vit
 from stages.vla import instructions
@@ -75,12 +76,15 @@ def imitation(made, params, data):
   return made.imitation_loss(params, *data).mean()
 
 
-def experience(rng):
-  """Pictures and states, and how Flow-Noise made chunks."""
-  # Each step ends above where it started, by the deviation of its noise.
-  rise = 0.5 * jnp.arange(STEPS + 1)[None, :, None]
+def experience(kind, rng):
+  """Pictures and states, and how Flow-Noise or Flow-SDE made chunks."""
+  # Each step ends above where the velocity leads.
+  rise = 2.0 * jnp.arange(STEPS + 1)[None, :, None]
   step = np.broadcast_to(np.arange(STEPS)[None], (B, STEPS))
-  path = draw(rng, B, STEPS + 1, Z * A) + rise
+  if kind == 'sde':
+    step = rng.integers(0, STEPS, (B, 1))
+  noise = draw(rng, B, 1, Z * A) + draw(rng, B, STEPS + 1, Z * A) / 4
+  path = noise + rise
   return observation(rng), flow_policy.Denoising(path, jnp.asarray(step))
 
 
@@ -88,17 +92,22 @@ def reinforcement(made, params, data):
   return -made.evaluate(params, *data).logp.mean() / (Z * A)
 
 
+noisy, experience_sde = (
+  functools.partial(experience, kind) for kind in ('noise', 'sde')
+)
 # `pi0_bfloat16_test` is of these.
 TOWER = 'vision', 'projector'
 UNREAD = {'norm_gate_OD', 'norm_gate_bias_D'}
 CASES = {
   'pi0_imitation': (False, 'sde', TOWER, imitation, demonstrations),
   'pi05_imitation': (True, 'sde', TOWER, imitation, demonstrations),
-  'pi05_noise': (True, 'noise', (*TOWER, 'trunk'), reinforcement, experience),
+  'pi05_noise': (True, 'noise', (*TOWER, 'trunk'), reinforcement, noisy),
+  'pi0_sde': (False, 'sde', TOWER, reinforcement, experience_sde),
 }
+OFTEN = 'pi0_imitation', 'pi05_imitation', 'pi05_noise'
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', claims.some(CASES, OFTEN))
 def test_gradients_of_all_leaves_are_near_those_of_float32(case):
   adaptive, kind, frozen, loss, make_data = CASES[case]
   wide, narrow = (
