@@ -31,8 +31,9 @@ from stages.vla.openvla import (
 # 8,192 patches of each camera.
 B, SIZE, PATCH, P, Z, A, O = 128, 16, 2, 6, 4, 2, 3
 BINS, V, OFTEN, D = 16, 64, 5, 16
-# Without a trunk: 4,096 patches, and states of 4,096 numbers.
-ROWS, STATES = 64, 512
+# Without a trunk: 4,096 patches, and as many actions. XLA adds up blocks of 32
+# by 32 on CPUs, so that sums over short chunks would hide their rounding.
+ROWS, CHUNK = 64, 64
 STATS = action_tokens.ActionStats(-np.ones(A), np.ones(A), np.ones(A, bool))
 HEAD = 'state_projector'
 FROZEN = 'dino', 'siglip', 'projector', 'llama'
@@ -166,14 +167,14 @@ def test_gradients_of_heads_are_near_those_of_float32():
   params['llama'] = {k: llama[k] for k in ('norm_D', 'unembed_DV')}
   params[base.CRITIC] = {'value_D': draw(rng, D) / 4}
   # States of all rows have something in common, as those of a model have.
-  x = draw(rng, 1, 1, D) + draw(rng, STATES, Z * A, D)
+  x = draw(rng, 1, 1, D) + draw(rng, ROWS, CHUNK * A, D)
   # All actions lie above those of the head.
-  ahead = 4 + draw(rng, STATES, Z * A)
-  data = x, 1 + draw(rng, STATES, 1, O), ahead, tokens(rng, STATES, Z * A)
-  cotangent = 1 + draw(rng, STATES, 1, D)
+  ahead = 4 + draw(rng, ROWS, CHUNK * A)
+  data = x, 1 + draw(rng, ROWS, CHUNK, O), ahead, tokens(rng, ROWS, CHUNK * A)
+  cotangent = 1 + draw(rng, ROWS, CHUNK, D)
 
   def loss(dtype, params, x, state, ahead, token, cotangent):
-    config = openvla_oft.Config(model(dtype), Z, A, O, head='l1')
+    config = openvla_oft.Config(model(dtype), CHUNK, A, O, head='l1')
     x, own = x.astype(dtype), config.openvla
     l1 = jnp.abs(openvla_oft.regress(config, params, x) - ahead)
     logit = openvla.action_logits(own, params, x)
