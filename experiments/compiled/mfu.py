@@ -74,6 +74,6 @@ def table(results: Mapping[str, Any]) -> list[str]:
       share = needed / least / peak
       lines.append(
         f'| `{name}` | {case.remat} | {stage["matmul_flops"] / 1e12:.3g} T | '
-        f'{needed / 1e12:.3g} T | {least:.3g} | {share:.0%} |'
+        f'{needed / 1e12:.3g} T | {least:.3g} | {share:.1%} |'
       )
   return lines

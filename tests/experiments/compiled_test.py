@@ -133,6 +133,13 @@ def test_recorded_costs_are_within_a_tenth_of_the_model():
     check(name, data)
 
 
+def test_the_cases_that_were_refused_are_those_without_enough_memory():
+  for name, data in RECORDED.items():
+    usable = case_lib.cluster(case_lib.read(name)).capacity
+    needed = max(stage['memory']['total'] for stage in data['stages'])
+    assert (data['refusal'] is not None) == (needed > usable), name
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name', claims.some(RECORDED, (CHEAP,)))
 def test_the_model_of_today_is_within_a_tenth_of_recorded_costs(name):
