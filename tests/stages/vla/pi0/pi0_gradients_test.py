@@ -104,7 +104,8 @@ CASES = {
   'pi05_noise': (True, 'noise', (*TOWER, 'trunk'), reinforcement, noisy),
   'pi0_sde': (False, 'sde', TOWER, reinforcement, experience_sde),
 }
-OFTEN = 'pi0_imitation', 'pi05_imitation', 'pi05_noise'
+# It has all layers that the others have, but for what reads the state.
+OFTEN = ('pi05_imitation',)
 
 
 @pytest.mark.parametrize('case', claims.some(CASES, OFTEN))
