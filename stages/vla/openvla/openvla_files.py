@@ -113,8 +113,10 @@ def read(
   raw, path = huggingface.raw_config(checkpoint)
   config_check.check_identity(raw, path)
   if raw.get('model_type') != 'openvla':
+    # LeRobot, which has pi0, says `type`.
+    found = raw.get('model_type') or raw.get('type')
     raise weights.CheckpointError(
-      f'{path} describes a model of type {raw.get("model_type")!r}, expected '
+      f'{path} describes a model of type {found!r}, expected '
       "'openvla': give the folder of an OpenVLA or OpenVLA-OFT."
     )
   faults = [*config_check.wrong(raw, SETTINGS)] or [*_unsupported(raw, towers)]
@@ -305,13 +307,9 @@ def policy_and_stats(
     **settings: of `openvla_policy.policy`.
 
   Raises:
-    CheckpointError: for a folder of another model, or one with FiLM.
+    CheckpointError: for a folder of another model, OpenVLA-OFT included.
   """
-  if found := [*pathlib.Path(checkpoint).glob(FILM_FILES)]:
-    raise weights.CheckpointError(
-      f'{checkpoint} has vision towers with FiLM ({found[0].name}), which '
-      'OpenVLA does not have: read it as an OpenVLA-OFT.'
-    )
+  _refuse_oft(checkpoint, adapter)
   config, norm_stats = read(
     checkpoint, adapter=adapter, dtype=dtype, remat=remat, towers=towers
   )
@@ -325,6 +323,18 @@ def policy_and_stats(
     return params | load_params(checkpoint, config, adapter=adapter)
 
   return own._replace(init=init), stats
+
+
+def _refuse_oft(checkpoint: str | pathlib.Path, adapter: str | None):
+  """Refuses an OpenVLA-OFT, known by files that would be left aside."""
+  for folder in tuning_files.tuned(checkpoint, adapter):
+    for files in (FILM_FILES, *tuning_files.HEAD_FILES):
+      for path in sorted(folder.glob(files)):
+        raise weights.CheckpointError(
+          f'{folder} holds an OpenVLA-OFT, by its {path.name}, and an OpenVLA '
+          'is expected, which has neither FiLM nor heads: read it by '
+          '`openvla_oft_env.pretrained`, or give the folder of an OpenVLA.'
+        )
 
 
 @settings_lib.passed_to(policy_and_stats)

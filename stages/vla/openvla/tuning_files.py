@@ -24,6 +24,7 @@ PREFIX = 'language_model.'  # Of tensors, within those of the whole model.
 PARALLEL = 'module.'  # Before all names, as torch trained on several devices.
 DOWN, UP = '.lora_A.weight', '.lora_B.weight'
 FILES = {'state_projector': 'proprio_projector', 'l1_head': 'action_head'}
+HEAD_FILES = tuple(f'{stem}--*_checkpoint.pt' for stem in FILES.values())
 
 
 def _pair(ours: str, letters: str, theirs: str) -> dict[str, str]:
@@ -204,8 +205,8 @@ def heads(
 
 def _heads(folder: pathlib.Path) -> dict[str, Stored]:
   found = {}
-  for part, stem in FILES.items():
-    paths = sorted(folder.glob(f'{stem}--*_checkpoint.pt'))
+  for (part, stem), files in zip(FILES.items(), HEAD_FILES, strict=True):
+    paths = sorted(folder.glob(files))
     if len(paths) > 1:
       raise weights.CheckpointError(
         f'{folder} has several files {stem} ({[x.name for x in paths]}): '

@@ -26,6 +26,8 @@ TOWER = f'{PALIGEMMA}model.vision_tower.'
 PROJECTOR = f'{PALIGEMMA}model.multi_modal_projector.linear'
 EMBEDDINGS = f'{TRUNK}embed_tokens.weight', f'{PALIGEMMA}lm_head.weight'
 EXPERT_HEAD = f'{EXPERT}lm_head.weight'  # Stored, and used by nothing.
+# A layer of each family that the other one does not have.
+OWN = {'π0': 'action_time_mlp_in.weight', 'π0.5': 'time_mlp_in.weight'}
 
 
 class Layout(NamedTuple):
@@ -50,9 +52,11 @@ def read(folder: str | pathlib.Path, config: pi0.Config):
     config: sizes of the model.
 
   Raises:
-    CheckpointError: names all tensors that are missing, extra or of another
-      shape than those of `config`.
+    CheckpointError: names the family that the folder holds, if that is another,
+      or else all tensors that are missing, extra or of another shape than those
+      of `config`.
   """
+  _check_family(folder, config)
   layout = layout_of(folder)
   unread = {f'{layout.root}{name}' for name in (*EMBEDDINGS, EXPERT_HEAD)}
   unread |= {x for x in _stored(folder) if lerobot_processors.is_buffer(x)}
@@ -104,9 +108,34 @@ def layout_of(folder: str | pathlib.Path) -> Layout:
 
 def is_adaptive(folder: str | pathlib.Path) -> bool:
   """Whether a checkpoint is of π0.5, by a layer that π0 does not have."""
-  return bool(
-    {'time_mlp_in.weight', 'model.time_mlp_in.weight'} & _stored(folder)
-  )
+  return OWN['π0.5'] in _bare(folder)
+
+
+def _check_family(folder: str | pathlib.Path, config: pi0.Config):
+  """Refuses a checkpoint of another family than that of `config`."""
+  stored, wanted = _bare(folder), 'π0.5' if config.adaptive else 'π0'
+  if not any(name.startswith(ROOT) for name in stored):
+    described = pathlib.Path(folder) / 'config.json'
+    raw = weights.read_json(described) if described.is_file() else {}
+    found = raw.get('model_type') or raw.get('type')
+    found = f'a model of type {found!r}' if found else 'another model'
+    raise weights.CheckpointError(
+      f'{folder} holds {found}, expected {wanted}, whose tensors have names '
+      f'with {ROOT!r}: give the folder of a {wanted} in safetensors, as '
+      'LeRobot or openpi write it.'
+    )
+  held = [name for name, layer in OWN.items() if layer in stored]
+  if held and wanted not in held:
+    raise weights.CheckpointError(
+      f'{folder} holds a {held[0]}, expected a {wanted}: give the folder of a '
+      f'{wanted}, or set `pi0.Config.adaptive` to {not config.adaptive}, which '
+      f'makes the model a {held[0]}.'
+    )
+
+
+def _bare(folder: str | pathlib.Path) -> set[str]:
+  """Names of a checkpoint's tensors, without what LeRobot puts before all."""
+  return {name.removeprefix('model.') for name in _stored(folder)}
 
 
 def _stored(folder: str | pathlib.Path) -> set[str]:

@@ -222,6 +222,7 @@ def test_one_error_names_every_tensor_that_does_not_fit(tensors, tmp_path):
   ('changed', 'message'),
   [
     ({'model_type': 'llama'}, "type 'llama', expected 'openvla': give"),
+    ({'model_type': None, 'type': 'pi0'}, "type 'pi0', expected 'openvla'"),
     ({'text_config': None}, 'text_config is missing'),
     ({'text_config': {'model_type': 'phi'}}, "is 'phi', expected llama"),
     ({'timm_model_ids': ['other', 'tiny_siglip']}, 'timm_model_ids is .*other'),

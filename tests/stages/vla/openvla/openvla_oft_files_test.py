@@ -142,6 +142,24 @@ def test_tokens_are_written_where_the_regression_head_is_left_aside(folder):
   assert (config.head, config.O, config.A, config.Z) == ('l1', O, A, 8)
 
 
+@pytest.mark.parametrize(
+  'file', [PROJECTOR, HEAD, 'vision_backbone--7_checkpoint.pt']
+)
+def test_an_openvla_oft_is_refused_by_name_where_openvla_is_expected(
+  file, tmp_path
+):
+  config = json.dumps(plain.CONFIG)
+  (tmp_path / 'config.json').write_text(config)
+  (tmp_path / file).touch()
+  with pytest.raises(weights.CheckpointError) as error:
+    plain.policy(tmp_path)
+  assert str(error.value) == (
+    f'{tmp_path} holds an OpenVLA-OFT, by its {file}, and an OpenVLA is '
+    'expected, which has neither FiLM nor heads: read it by '
+    '`openvla_oft_env.pretrained`, or give the folder of an OpenVLA.'
+  )
+
+
 def test_one_error_names_every_tensor_of_a_head_that_does_not_fit(
   folder, tmp_path
 ):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors import numpy as st
 
 from stages.models.files import weights
 from stages.models.layers import attention
@@ -134,8 +135,6 @@ def test_the_state_of_pi05_is_written_in_bins():
 def test_checkpoints_are_read_and_written_tensor_by_tensor(
   config, layout, tmp_path
 ):
-  from safetensors import numpy as st
-
   params = jax.tree.map(lambda x: x.astype(jnp.float32), random_params(config))
   pi0_files.write(tmp_path / 'one', params, config, layout=layout)
   stored = st.load_file(tmp_path / 'one' / 'model.safetensors')
@@ -163,8 +162,47 @@ def test_checkpoints_are_read_and_written_tensor_by_tensor(
     assert x.tobytes() == again[name].tobytes(), name
 
 
-def test_a_checkpoint_of_the_other_model_is_refused(tmp_path):
-  params = random_params(CONFIGS['pi0'])
-  pi0_files.write(tmp_path, params, CONFIGS['pi0'])
-  with pytest.raises(weights.CheckpointError, match='missing .*dense.*extra'):
-    pi0_files.read(tmp_path, CONFIGS['pi05'])
+@pytest.mark.parametrize(('held', 'wanted'), [('π0', 'π0.5'), ('π0.5', 'π0')])
+@pytest.mark.parametrize('root', ['', 'model.'])
+def test_a_checkpoint_of_the_other_family_is_refused_by_name(
+  held, wanted, root, tmp_path
+):
+  configs = {'π0': CONFIGS['pi0'], 'π0.5': CONFIGS['pi05']}
+  params = random_params(configs[held])
+  layout = pi0_files.Layout(root)
+  pi0_files.write(tmp_path, params, configs[held], layout=layout)
+  with pytest.raises(weights.CheckpointError) as error:
+    pi0_files.read(tmp_path, configs[wanted])
+  adaptive = wanted != 'π0.5'
+  assert str(error.value) == (
+    f'{tmp_path} holds a {held}, expected a {wanted}: give the folder of a '
+    f'{wanted}, or set `pi0.Config.adaptive` to {adaptive}, which makes the '
+    f'model a {held}.'
+  )
+
+
+def test_a_layer_that_is_missing_is_named_where_no_family_is_found(tmp_path):
+  pi0_files.write(tmp_path, random_params(CONFIG), CONFIG)
+  stored = st.load_file(tmp_path / 'model.safetensors')
+  del stored['model.action_time_mlp_in.weight']
+  st.save_file(stored, tmp_path / 'model.safetensors')
+  missing = 'missing model.action_time_mlp_in.weight.$'
+  with pytest.raises(weights.CheckpointError, match=missing):
+    pi0_files.read(tmp_path, CONFIG)
+
+
+@both
+def test_an_openvla_is_refused_by_name_where_pi0_is_expected(config, tmp_path):
+  wanted = 'π0.5' if config.adaptive else 'π0'
+  tensor = {'language_model.norm.weight': np.ones(2, np.float32)}
+  st.save_file(tensor, tmp_path / 'model.safetensors')
+  with pytest.raises(weights.CheckpointError, match='holds another model, exp'):
+    pi0_files.read(tmp_path, config)
+  (tmp_path / 'config.json').write_text('{"model_type": "openvla"}')
+  with pytest.raises(weights.CheckpointError) as error:
+    pi0_files.read(tmp_path, config)
+  assert str(error.value) == (
+    f"{tmp_path} holds a model of type 'openvla', expected {wanted}, whose "
+    "tensors have names with 'paligemma_with_expert.': give the folder of a "
+    f'{wanted} in safetensors, as LeRobot or openpi write it.'
+  )
