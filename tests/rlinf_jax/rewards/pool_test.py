@@ -1,5 +1,9 @@
+import itertools
 import math
+import pathlib
+import re
 import time
+from typing import NamedTuple
 
 import pytest
 
@@ -143,8 +147,12 @@ def test_a_module_that_fails_as_it_is_imported_says_why(
     made.score(completions('A'))
 
 
-START = 20.0  # Seconds of a process to import sympy, at the most.
+LATE = 5.0  # Seconds that a machine several times slower takes to end a call.
 DEEP = 3000
+# The number is compared with plain numbers alone. For the other one, texts are
+# parsed as mathematics, which takes all of the time of a third of them.
+ANSWERS = NUMBER, MATHEMATICS = '271828', 'x+1'
+SOME = '', MATHEMATICS, 6  # Every sixth text.
 # From a language model in bad faith.
 HOSTILE = [
   '10**10**10',
@@ -190,31 +198,93 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-  'tail', claims.some(('', '\n', ' .', '}', '$'), keep=[''])
-)
-def test_hostile_texts_end_within_their_limit_and_are_wrong(tail, monkeypatch):
-  limit, seconds = 1.0, {}
-  call = calls._Process.call
+class Watched(NamedTuple):
+  """Measurements of calls.
+
+  Attributes:
+    seconds: of each call by its text, without those to start a process.
+    resident: bytes that each process held in memory at its most.
+  """
+
+  seconds: dict[str, float]
+  resident: list[int]
+
+
+@pytest.fixture
+def watched(monkeypatch):
+  """Measurements of all calls of a test."""
+  found = Watched({}, [])
+  call, start, kill = (
+    getattr(calls._Process, name) for name in ('call', '_start', 'kill')
+  )
+
+  def timed_start(self):
+    begin = time.perf_counter()
+    start(self)
+    self.starting = time.perf_counter() - begin
 
   def timed(self, args, kwargs):
-    start = time.perf_counter()
+    self.starting, begin = 0.0, time.perf_counter()
     try:
       return call(self, args, kwargs)
     finally:
-      seconds[args[0].text] = time.perf_counter() - start
+      took = time.perf_counter() - begin - self.starting
+      found.seconds[args[0].text] = took
+      measure(self)
 
+  def measure(self):
+    if self._child is not None and self._child.returncode is None:
+      status = pathlib.Path(f'/proc/{self._child.pid}/status').read_text()
+      # Linux forgets it where the process has ended.
+      found.resident.extend(
+        int(kib) * 2**10 for kib in re.findall(r'VmHWM:\s+(\d+) kB', status)
+      )
+
+  def measured_kill(self):
+    measure(self)
+    kill(self)
+
+  monkeypatch.setattr(calls._Process, '_start', timed_start)
   monkeypatch.setattr(calls._Process, 'call', timed)
-  judge = pool.isolated(answers.correct, seconds=limit, processes=2)
-  texts = [text + tail for text in HOSTILE]
-  scores = judge.score(completions(*texts, answer='271828'))
-  assert not any(score > 0 for score in scores)
-  # The first call, and one after a call that had to be killed, starts a
-  # process; and rows wait for one another.
-  assert max(seconds.values()) < START + 2 * (limit + calls.GRACE)
+  monkeypatch.setattr(calls._Process, 'kill', measured_kill)
+  return found
+
+
+def test_a_call_that_fills_the_memory_stays_below_its_limit(watched):
+  made = pool.isolated(rewards_of_mine.misbehave, memory=0.5, processes=1)
+  grow, fine = made.score(completions('grow', 'fine'))
+  assert math.isnan(grow) and fine == 0.5
+  assert 2**28 < max(watched.resident) < 2**29
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  'tail, answer, every',
+  claims.some(
+    [*itertools.product(('', '\n', ' .', '}', '$'), ANSWERS, [1]), SOME],
+    keep=[('', NUMBER, 1), SOME],
+  ),
+)
+def test_hostile_texts_end_within_their_limits_and_are_wrong(
+  tail, answer, every, watched
+):
+  seconds, memory = 1.0, 1.0
+  judge = pool.isolated(
+    answers.correct, seconds=seconds, memory=memory, processes=2
+  )
+  right = completions(*['#### 2'] * 20, answer='2')
   for _ in '12':  # New processes take longer for their first.
-    fine = judge.score(completions(*['#### 2'] * 20, answer='2'))
+    judge.score(right)
+  watched.seconds.clear()
+  texts = [text + tail for text in HOSTILE[::every]]
+  scores = judge.score(completions(*texts, answer=answer))
+  assert not any(score > 0 for score in scores)
+  assert watched.seconds.keys() == set(texts)
+  late = seconds + calls.GRACE + LATE
+  assert not {k[:50]: v for k, v in watched.seconds.items() if v > late}
+  assert 0 < max(watched.resident) < memory * 2**30
+  for _ in '12':
+    fine = judge.score(right)
   assert fine == [1.0] * 20
 
 

@@ -1,11 +1,10 @@
-"""Losses and their gradients against those of TRL's trainers.
+"""Losses, their gradients and what they are computed of, against TRL's.
 
-The trainers' own `_compute_loss` runs on log-probabilities that are given, so
-that no model is needed: of random completions of different lengths. TRL 1.16
-has no trainer for PPO, see `ppo_test`.
+The trainers' own methods run on log-probabilities that are given, so that no
+model is needed (`trl_trainers`): of random completions of different lengths.
+TRL 1.16 has no trainer for PPO, see `ppo_test`.
 """
 
-import collections
 import types
 from typing import NamedTuple
 
@@ -16,18 +15,36 @@ import pytest
 import torch
 
 import claims
-from stages import base
-from stages.learn import advantages, loss_terms, losses, objectives
+from stages import base, workflows
+from stages.learn import (
+  advantages,
+  loss_terms,
+  losses,
+  objectives,
+  rollout_correction,
+)
 from stages.workflows.dpo import objective as dpo_objective
+from tests.rlinf_jax.runtime.plans import invariance_test
+import tiny
+import trl_trainers
 
 pytestmark = [
   pytest.mark.slow,
-  pytest.mark.usefixtures('in_float64'),
+  pytest.mark.usefixtures('in_float64', 'torch_in_float64'),
   pytest.mark.filterwarnings('ignore'),
 ]
 EXACT = {'rtol': 1e-10, 'atol': 1e-12}
 GROUP = 3
 SEEDS = claims.some(range(8), (0,))
+CAP = 1.3  # Of importance weights.
+
+
+@pytest.fixture
+def torch_in_float64():
+  """For the lists of numbers that TRL makes tensors of."""
+  torch.set_default_dtype(torch.float64)
+  yield
+  torch.set_default_dtype(torch.float32)
 
 
 class Tokens(NamedTuple):
@@ -65,61 +82,11 @@ def of_groups(f, reward_B):
   return np.concatenate([f(x) for x in reward_B.reshape(-1, GROUP)])
 
 
-def trainer(logp, **settings):
-  """The attributes of a trainer that its loss reads."""
-  same = lambda x, *_, **__: x
-  return types.SimpleNamespace(
-    model=types.SimpleNamespace(training=True),
-    accelerator=types.SimpleNamespace(
-      device='cpu',
-      num_processes=1,
-      gather=same,
-      gather_for_metrics=same,
-      reduce=same,
-      sync_gradients=True,
-    ),
-    args=types.SimpleNamespace(
-      delta=None, use_bias_correction_kl=False, steps_per_generation=1
-    ),
-    _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
-    _get_per_token_logps_and_entropies=lambda *_, **__: (
-      logp,
-      torch.zeros_like(logp),
-      None,
-    ),
-    _entropy_bonus_enabled=False,
-    _total_train_tokens=0,
-    _tp_size=1,
-    aux_loss_enabled=False,
-    current_gradient_accumulation_steps=1,
-    off_policy_mask_threshold=None,
-    top_entropy_quantile=1.0,
-    use_vllm=False,
-    vllm_importance_sampling_correction=False,
-    max_completion_length=logp.shape[1],
-    **settings,
-  )
-
-
-def theirs(kind, logp, inputs, **settings):
-  """A trainer's loss and its gradient with respect to log-probabilities."""
-  B, T = logp.shape
-  given = {
-    'prompt_ids': torch.zeros(B, 1, dtype=torch.long),
-    'prompt_mask': torch.ones(B, 1),
-    'completion_ids': torch.zeros(B, T, dtype=torch.long),
-    **{name: torch.tensor(x) for name, x in inputs.items()},
-  }
-  given['num_items_in_batch'] = given['completion_mask'].sum()
-  logp = torch.tensor(logp, requires_grad=True)
-  loss = kind._compute_loss(trainer(logp, **settings), None, given)
-  loss.backward()
-  return loss.item(), logp.grad.numpy()
-
-
-def ours(logp, old, ref, advantage, mask, **settings):
+def ours(logp, old, ref, advantage, mask, proximal=None, **settings):
   """The same of `grpo`'s objective."""
-  x = base.Experience((), (), old, mask, (), advantage=advantage)
+  x = base.Experience(
+    (), (), old, mask, (), advantage=advantage, proximal=proximal
+  )
   f = objectives.policy(
     lambda params, *_: base.Evaluation(params, jnp.zeros_like(params)),
     **settings,
@@ -167,7 +134,7 @@ def test_losses_of_grpo_are_trls(name, beta, seed):
   logp, old, ref, reward_B, mask = tokens(seed)
   advantage_B = of_groups(advantages.group_centered, reward_B)
   trls, settings = CASES[name]
-  want = theirs(
+  want = trl_trainers.loss(
     grpo_trainer.GRPOTrainer,
     logp,
     {
@@ -204,7 +171,7 @@ def test_the_loss_of_rloo_is_trls(seed):
 
   logp, old, _, reward_B, mask = tokens(seed)
   advantage_B = of_groups(advantages.leave_one_out, reward_B)
-  want = theirs(
+  want = trl_trainers.loss(
     rloo_trainer.RLOOTrainer,
     logp,
     {
@@ -252,7 +219,7 @@ def test_the_loss_and_the_metrics_of_dpo_are_trls(seed):
     'ref_chosen_logps': torch.tensor(ref_logp_B[0::2]),
     'ref_rejected_logps': torch.tensor(ref_logp_B[1::2]),
   }
-  fake = trainer(
+  fake = trl_trainers.trainer(
     given,
     beta=0.1,
     label_smoothing=0.0,
@@ -297,3 +264,122 @@ def test_the_loss_and_the_metrics_of_dpo_are_trls(seed):
     mean = info[f'train/{mine}']
     (want,) = fake._metrics['train'][trls]
     np.testing.assert_allclose(mean.sum / mean.count, want, err_msg=mine)
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+@pytest.mark.parametrize('scale_rewards', ['none', 'group'])
+def test_advantages_of_grpo_are_trls(scale_rewards, seed):
+  from trl.trainer import grpo_trainer  # Takes seconds: not where all collect.
+
+  x = tokens(seed)
+  inputs, _ = trl_trainers.rollout(
+    grpo_trainer.GRPOTrainer,
+    x.reward,
+    x.mask,
+    x.old,
+    x.old,
+    num_generations=GROUP,
+    scale_rewards=scale_rewards,
+  )
+  want = inputs['advantages']
+  if scale_rewards == 'none':
+    got = of_groups(advantages.group_centered, x.reward)
+  else:
+    got = of_groups(advantages.group_relative, x.reward)
+    std_N = x.reward.reshape(-1, GROUP).std(1, ddof=1)
+    std = np.repeat(std_N, GROUP)
+    # They differ in what keeps the deviation from zero.
+    got, want = got * (std + 1e-6), want * (std + 1e-4)
+  np.testing.assert_allclose(got, want, **EXACT)
+
+
+# TRL's `vllm_importance_sampling_mode` and least weight, and ours.
+CORRECTIONS = {
+  'token_truncate': (None, losses.token_weight, losses.truncated),
+  'token_mask': (1 / CAP, losses.token_weight, losses.masked),
+  'sequence_truncate': (None, losses.sequence_weight, losses.truncated),
+  'sequence_mask': (1 / CAP, losses.sequence_weight, losses.masked),
+}
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+@pytest.mark.parametrize('mode', CORRECTIONS)
+def test_the_correction_of_an_engines_probabilities_is_trls(mode, seed):
+  from trl.trainer import grpo_trainer
+
+  x = tokens(seed)
+  noise = np.random.default_rng(seed).normal(0.0, 0.2, x.old.shape)
+  behavior, proximal = x.old + noise, x.old
+  least, weight, bound = CORRECTIONS[mode]
+  settings = {
+    'use_vllm': True,
+    'vllm_importance_sampling_correction': True,
+    'vllm_importance_sampling_mode': mode,
+    'vllm_importance_sampling_clip_min': least,
+    'vllm_importance_sampling_clip_max': CAP,
+  }
+  inputs, metrics = trl_trainers.rollout(
+    grpo_trainer.GRPOTrainer,
+    x.reward,
+    x.mask,
+    proximal,
+    behavior,
+    num_generations=GROUP,
+    scale_rewards='none',
+    **settings,
+  )
+  ratio = inputs['importance_sampling_ratio']
+  bounded = (ratio == 0.0) if least else (ratio == CAP)
+  assert 0 < bounded.mean() < 1
+  want = trl_trainers.loss(
+    grpo_trainer.GRPOTrainer,
+    x.logp,
+    inputs,
+    loss_type='dapo',
+    importance_sampling_level='token',
+    epsilon_low=0.2,
+    epsilon_high=0.28,
+    beta=0.0,
+    **settings,
+  )
+  advantage_B = of_groups(advantages.group_centered, x.reward)
+  got = ours(
+    x.logp,
+    behavior,
+    (),
+    advantage_B[:, None] * x.mask,
+    x.mask,
+    proximal,
+    clip=loss_terms.Clip(0.2, 0.28),
+    aggregate=losses.token_mean,
+    importance=loss_terms.Importance(weight, bound, CAP),
+  )
+  same(got, want)
+  gap = rollout_correction.logprob_gap(
+    base.Experience((), (), behavior, x.mask, (), proximal=proximal)
+  )
+  for name, number in tiny.read(gap).items():
+    trls = name.replace('rollout/logprob_gap_', 'sampling_logp_difference/')
+    (want,) = metrics[f'sampling/{trls}']
+    np.testing.assert_allclose(number, want, **EXACT, err_msg=name)
+
+
+@pytest.mark.parametrize('seed', SEEDS)
+def test_the_loss_of_fine_tuning_is_trls(seed):
+  x = tokens(seed)
+  policy = base.Policy(
+    init=lambda key: jnp.asarray(x.logp),
+    act=None,
+    evaluate=lambda params, *_, group_size: base.Evaluation(
+      params, jnp.zeros_like(params)
+    ),
+  )
+  workflow = workflows.sft(policy, None, invariance_test.KEEP)
+  ones = np.ones((len(x.mask), 1), np.int32)
+  example = base.Example(
+    base.Prompt(ones, ones), x.mask.astype(np.int32), x.mask
+  )
+  key = jax.random.key(0)
+  state, info = workflow.step(workflow.init(key), example, key)
+  got = tiny.read(info)['train/loss'], state.opt_state[0].trace
+  same(got, trl_trainers.fine_tuning_loss(x.logp, x.mask))
