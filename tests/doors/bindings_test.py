@@ -15,7 +15,7 @@ from rlinf_jax.config import (
   config_types,
 )
 from stages import ranges
-from stages.learn import signatures
+from stages.learn import optimizers, signatures
 
 SUMS = 'gin_configs/grpo_arithmetic.gin'
 PUSH = 'gin_configs/ppo_push.gin'
@@ -369,3 +369,18 @@ def wrong_values() -> list[tuple[str, str, typing.Any]]:
 def test_annotations_take_what_they_say(annotation, right, wrong):
   assert all(config_types.accepts(annotation, x) for x in right)
   assert not any(config_types.accepts(annotation, x) for x in wrong)
+
+
+@pytest.mark.parametrize(
+  'recipe',
+  [
+    'ppo_openvla_maniskill',
+    'ppo_pi0_libero',
+    'ppo_pi0_metaworld',
+    'grpo_openvla_oft_libero',
+  ],
+)
+def test_recipes_with_the_settings_of_rlinf_have_its_epsilon(recipe, tmp_path):
+  name = f'gin_configs/{recipe}.gin'
+  config.parse([name], ['MODEL = "model"'], str(tmp_path))
+  assert config.binding(optimizers.adamw, 'eps') == 1e-5
