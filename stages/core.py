@@ -110,8 +110,9 @@ class EngineCost(NamedTuple):
       and its arithmetic: decoding all rows in a loop.
     cache_bytes: bytes that an engine reserves for keys and values, on each of
       its devices; infinite if these are as many as `max_rows` rows need.
-    row_cache_bytes: keys and values of a row of an engine, in bytes: its
-      prompt, as far as its length is known, and the longest completion.
+    row_cache_bytes: of an engine: with shapes of the stage's arguments, bytes
+      of the keys and values of a row that is as long as it may be, prompt and
+      completion; None for slots.
     max_rows: maximum number of rows that it decodes at once, on the devices
       that hold one copy of the parameters.
     ranks: numbers of devices that may divide one copy of an engine's
@@ -136,7 +137,7 @@ class EngineCost(NamedTuple):
 
   equivalent: Callable[..., Any]
   cache_bytes: float
-  row_cache_bytes: float
+  row_cache_bytes: Callable[..., float] | None
   max_rows: int
   ranks: tuple[int, ...] | None = None
   cache_shards: float = math.inf
@@ -159,7 +160,7 @@ def slots_cost(
   Its keys and values count with its other arrays.
   """
   return EngineCost(
-    equivalent, math.inf, 0.0, slots, attention=attention, resume=resume
+    equivalent, math.inf, None, slots, attention=attention, resume=resume
   )
 
 

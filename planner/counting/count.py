@@ -136,9 +136,10 @@ def of_node(
     if engine is None:
       found = _with_choices(flow, node, counter, counted, how)
       return dataclasses.replace(found, elementwise=_elementwise(flow, node))
+    arguments = _arguments(flow, node, 0)
     if node.stage.host:
-      return decode.of_engine(_interpolated(counted), engine)
-    rows = engine.rows(*_arguments(flow, node, 0)) if engine.rows else 0
+      return decode.of_engine(_interpolated(counted), engine, arguments)
+    rows = engine.rows(*arguments) if engine.rows else 0
     return decode.of_slots(_interpolated(counted), engine, attention, rows)
   except (NotImplementedError, ValueError) as error:
     error.add_note(f'This happened in stage {node.name}, while counted.')

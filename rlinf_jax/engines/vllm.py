@@ -112,7 +112,11 @@ def engine(
   generator = _Generator(
     shared, names, response_length, draw, limits, stop_texts
   )
-  token_bytes = vllm_memory.token_bytes(config)
+
+  def row_bytes(params, prompt, *others):
+    length = max_model_len or prompt.token.shape[1] + response_length
+    return vllm_memory.row_bytes(config, length)
+
   return policy._replace(
     act=generator.act,
     out_shapes=generator.out_shapes,
@@ -121,7 +125,7 @@ def engine(
     engine=stages.EngineCost(
       policy.act,
       kv_cache_memory_bytes or math.inf,
-      token_bytes * (max_model_len or response_length),
+      row_bytes,
       max_num_seqs,
       ranks=vllm_place.ranks(config),
       cache_shards=config.K,

@@ -20,6 +20,16 @@ def token_bytes(config: transformer.Config, ranks: int = 1) -> int:
   return 2 * config.L * heads * config.W * item
 
 
+def row_bytes(
+  config: transformer.Config, max_model_len: int, ranks: int = 1
+) -> int:
+  """Bytes that a row of the most tokens takes on each of the ranks, in blocks.
+
+  These are its keys and values, of its prompt and its completion together.
+  """
+  return BLOCK * -(-max_model_len // BLOCK) * token_bytes(config, ranks)
+
+
 def parameter_bytes(config: transformer.Config, ranks: int = 1) -> float:
   """Bytes of the parameters on each of the ranks, in the model's arithmetic."""
   leaves = jax.tree.leaves(transformer.param_shapes(config))
@@ -48,11 +58,11 @@ def reserved(
   """
   ranks = max(1, len(devices))
   block = BLOCK * token_bytes(config, ranks)
-  blocks = -(-max_model_len // BLOCK)
+  row = row_bytes(config, max_model_len, ranks)
   parameters = parameter_bytes(config, ranks)
   free = free_bytes(devices, processes)
   left = (1 - SPARE) * free - parameters
-  least = (blocks + 1) * block  # vLLM leaves the first block empty.
+  least = row + block  # vLLM leaves the first block empty.
   if left < least:
     raise ValueError(
       f'vLLM needs {parameters / 1e9:.3g} GB of each device for parameters and '
@@ -61,7 +71,7 @@ def reserved(
       'place more devices, or leave it more of a GPU '
       '(XLA_CLIENT_MEM_FRACTION says how much JAX takes).'
     )
-  return int(min((rows * blocks + 1) * block, left))
+  return int(min(rows * row + block, left))
 
 
 def free_bytes(devices: tuple[int, ...], processes: int) -> float:

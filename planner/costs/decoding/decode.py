@@ -286,7 +286,7 @@ def _from_work(call: StageWork, lengths, known: Tag) -> DecodeWork:
   return DecodeWork(lengths, alive(scaled(call), call), known=known)
 
 
-def of_engine(call: StageWork, cost) -> DecodeWork:
+def of_engine(call: StageWork, cost, arguments) -> DecodeWork:
   """Returns the work of an inference engine outside JAX.
 
   Every row has the maximum length, until lengths are given.
@@ -294,11 +294,12 @@ def of_engine(call: StageWork, cost) -> DecodeWork:
   Args:
     call: counted work of the engine's equivalent in JAX.
     cost: what the stage says of its engine, `stages.EngineCost`.
+    arguments: shapes of the stage's arguments.
   """
   found = with_lengths(call, [round(max_tokens(call))], 'assumed')
   return dataclasses.replace(
     found,
-    kept=cost.row_cache_bytes,
+    kept=cost.row_cache_bytes(*arguments),
     engine=True,
     budget=cost.cache_bytes,
     max_rows=cost.max_rows,

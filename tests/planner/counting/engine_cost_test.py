@@ -47,7 +47,9 @@ def shapes(params, prompt, key_B):
 def model(max_rows=64, engine=True, devices=2, groups=8, ranks=None):
   """The flow of GRPO whose prompts an engine completes, and its costs."""
   policy = tiny.policy(length=LENGTH)
-  cost = stages.EngineCost(policy.act, CACHE, 1e6, max_rows, ranks)
+  cost = stages.EngineCost(
+    policy.act, CACHE, lambda *shapes: 1e6, max_rows, ranks
+  )
   policy = policy._replace(
     act=None, out_shapes=shapes, engine=cost if engine else None
   )

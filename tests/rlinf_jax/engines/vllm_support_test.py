@@ -10,11 +10,14 @@ import numpy as np
 import optax
 import pytest
 
+from planner.costs.mesh import layout as layout_lib
+from planner.counting import count
 from planner.ir import plan as plan_lib
 from rlinf_jax.engines import vllm, vllm_memory, vllm_place
 from rlinf_jax.runtime.places import place as place_lib
 from rlinf_jax.system import memory
 from sharding import mesh as mesh_lib
+from sharding import rules
 import stages
 from stages import workflows
 from stages.language import sample
@@ -112,6 +115,42 @@ def test_engines_reserve_what_rows_need_or_what_is_left(monkeypatch):
     vllm_memory.reserved(config, 5, 130)
 
 
+def modeled(policy, prompt_length):
+  """Bytes that a planner counts for keys and values of an engine."""
+  workflow = workflows.grpo(policy, tiny.even, optax.sgd(0.1), group_size=2)
+  flow = tiny.trace(workflow, tiny.problem(columns=prompt_length))
+  node = next(node for node in flow.nodes if node.name == 'generate')
+  call = count.of_node(flow, node)
+  found = call.bytes(flow, node, (), layout_lib.Layout(rules.DEFAULT), 1, None)
+  return found['keys and values of the engine'].value
+
+
+@pytest.mark.parametrize(
+  ('prompt', 'response', 'limit'),
+  [(512, 1024, None), (2048, 2048, None), (100, 30, None), (100, 30, 500)],
+)
+def test_planners_count_the_memory_that_engines_reserve(
+  prompt, response, limit, tmp_path, monkeypatch
+):
+  config = tiny.CONFIG
+  families.write(tmp_path, config, 'qwen2')
+  monkeypatch.setattr(importlib.util, 'find_spec', lambda name: name)
+  monkeypatch.setattr(vllm_memory, 'free_bytes', lambda *args: 1e15)
+  policy = vllm.engine(
+    tiny.policy(length=response),
+    checkpoint=str(tmp_path),
+    config=config,
+    names=decoder_names.NAMES,
+    response_length=response,
+    stop=(0,),
+    sampling=sample.Sampling(),
+    max_model_len=limit,
+  )
+  want = vllm_memory.reserved(config, 256, limit or prompt + response)
+  first = vllm_memory.BLOCK * vllm_memory.token_bytes(config)  # Is empty.
+  assert modeled(policy, prompt) == want - first
+
+
 def test_processes_of_a_place_share_the_free_memory(monkeypatch):
   monkeypatch.setattr(memory, 'available', lambda: 12e9)
   found = [vllm_memory.free_bytes((0,), n) for n in (0, 1, 3)]
@@ -182,7 +221,9 @@ def test_a_mesh_that_cannot_divide_the_model_of_an_engine_is_refused():
     out_shapes=lambda params, prompt, key_B: jax.eval_shape(
       tiny.policy().act, params, prompt, key_B
     ),
-    engine=stages.EngineCost(policy.act, 1e9, 1e6, 8, ranks=(1, 2)),
+    engine=stages.EngineCost(
+      policy.act, 1e9, lambda *shapes: 1e6, 8, ranks=(1, 2)
+    ),
   )
   workflow = workflows.grpo(policy, tiny.even, optax.sgd(0.1), group_size=2)
   flow = tiny.trace(workflow, tiny.problem())
