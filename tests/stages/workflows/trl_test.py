@@ -266,29 +266,36 @@ def test_the_loss_and_the_metrics_of_dpo_are_trls(seed):
     np.testing.assert_allclose(mean.sum / mean.count, want, err_msg=mine)
 
 
-@pytest.mark.parametrize('seed', SEEDS)
-@pytest.mark.parametrize('scale_rewards', ['none', 'group'])
-def test_advantages_of_grpo_are_trls(scale_rewards, seed):
-  from trl.trainer import grpo_trainer  # Takes seconds: not where all collect.
+# Settings of TRL, and ours.
+ADVANTAGES = {
+  'grpo': ({'scale_rewards': 'group'}, advantages.group_relative),
+  'dr_grpo': ({'scale_rewards': 'none'}, advantages.group_centered),
+  'rloo': (
+    {'normalize_advantages': False, 'reward_clip_range': None},
+    advantages.leave_one_out,
+  ),
+}
 
-  x = tokens(seed)
+
+@pytest.mark.parametrize('seed', SEEDS)
+@pytest.mark.parametrize('name', ADVANTAGES)
+def test_advantages_are_trls(name, seed):
+  from trl.trainer import grpo_trainer, rloo_trainer
+
+  x, (settings, ours) = tokens(seed), ADVANTAGES[name]
   inputs, _ = trl_trainers.rollout(
-    grpo_trainer.GRPOTrainer,
+    rloo_trainer.RLOOTrainer if name == 'rloo' else grpo_trainer.GRPOTrainer,
     x.reward,
     x.mask,
     x.old,
     x.old,
     num_generations=GROUP,
-    scale_rewards=scale_rewards,
+    **settings,
   )
-  want = inputs['advantages']
-  if scale_rewards == 'none':
-    got = of_groups(advantages.group_centered, x.reward)
-  else:
-    got = of_groups(advantages.group_relative, x.reward)
+  got, want = of_groups(ours, x.reward), inputs['advantages']
+  if name == 'grpo':  # Each adds a number of its own to the deviation.
     std_N = x.reward.reshape(-1, GROUP).std(1, ddof=1)
     std = np.repeat(std_N, GROUP)
-    # They differ in what keeps the deviation from zero.
     got, want = got * (std + 1e-6), want * (std + 1e-4)
   np.testing.assert_allclose(got, want, **EXACT)
 
