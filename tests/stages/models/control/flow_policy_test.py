@@ -92,6 +92,52 @@ def test_flow_noise_is_scored_by_all_steps_and_the_initial_noise():
   np.testing.assert_allclose(acted('mean').logp, logp / (K + 1), atol=1e-4)
 
 
+@functools.cache
+def density_of_a_number(kind, num_steps):
+  """`path, stochastic -> density`, of one action of one number."""
+  env = ENV._replace(action_low=(-1.0,), action_high=(1.0,))
+  policy = flow_policy.policy(
+    env, width=4, num_steps=num_steps, exploration=KINDS[kind], critic=False
+  )
+  enlarge = lambda x: x + 0.3 * jax.random.normal(jax.random.key(1), x.shape)
+  params = jax.tree.map(enlarge, policy.init(jax.random.key(0)))
+
+  @jax.jit
+  def logp(path, stochastic):
+    obs = jnp.broadcast_to(jnp.linspace(-1.0, 1.0, 5), (*path.shape[:-2], 5))
+    action = flow_policy.Denoising(path, stochastic)
+    return policy.evaluate(params, obs, action).logp
+
+  return lambda *action: np.exp(np.asarray(logp(*action), np.float64))
+
+
+def test_the_density_of_flow_sdes_step_integrates_to_one():
+  grid = np.linspace(-6.0, 6.0, 601, dtype=np.float32)  # Deviations from 0.14.
+  path = np.full((K, len(grid), K + 1, 1), 0.3, np.float32)
+  for k in range(K):  # The start of the step is given, and its end varies.
+    path[k, :, k + 1, 0] = grid
+  stochastic = np.broadcast_to(
+    np.arange(K)[:, None, None], (*path.shape[:2], 1)
+  )
+  density = density_of_a_number('sde', K)(path, stochastic)
+  # Sums of smooth functions on even grids are exact, but for float32.
+  np.testing.assert_allclose(
+    density.sum(1) * (grid[1] - grid[0]), 1.0, rtol=2e-5
+  )
+
+
+def test_the_density_of_flow_noises_path_integrates_to_one():
+  # Spacings of at most the deviations, which are 1 and from 0.08.
+  initial = np.linspace(-6.0, 6.0, 25, dtype=np.float32)
+  move = np.linspace(-2.0, 2.0, 51, dtype=np.float32)
+  moves = np.meshgrid(initial, move, move, indexing='ij')
+  path = np.cumsum(np.stack(moves, axis=-1), axis=-1).reshape(-1, 3, 1)
+  stochastic = np.broadcast_to(np.arange(2), (len(path), 2))
+  density = density_of_a_number('noise', 2)(path, stochastic)
+  cell = (initial[1] - initial[0]) * (move[1] - move[0]) ** 2
+  np.testing.assert_allclose(density.sum() * cell, 1.0, rtol=2e-5)
+
+
 @pytest.mark.parametrize('kind', ['sde', 'noise'])
 def test_greedy_actions_follow_the_velocity_from_the_rows_noise(kind):
   policy, params = policy_and_params(kind)
