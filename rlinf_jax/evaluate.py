@@ -16,8 +16,8 @@ from rlinf_jax.config import config
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import report, video
 from rlinf_jax.report.html import evaluation_table
-from rlinf_jax.run import evaluation, setup
-from rlinf_jax.run_files import checkpoint, run_lock, writers
+from rlinf_jax.run import evaluation, evaluation_files, setup
+from rlinf_jax.run_files import checkpoint, evaluations, run_lock
 from rlinf_jax.runtime import base as runtime_base
 from rlinf_jax.runtime import flows as flows_lib
 from rlinf_jax.state import state_readers
@@ -27,7 +27,6 @@ from stages.envs.rollouts import video as env_video
 
 PARTS = 'parts'  # Folder of finished batches' metrics; removed at the end.
 EVALUATED = 'evaluated.json'  # The run, step and seed of an evaluation.
-SHOWN = 8  # Completions that the report shows.
 
 
 class _Part(NamedTuple):
@@ -85,7 +84,7 @@ def evaluate(
   with run_lock.hold(folder := pathlib.Path(workdir)):
     check_folder(folder, resume)
     subject = _subject(folder, checkpoint_of, seed)
-    if (finished := folder / 'evaluation.json').exists():
+    if (finished := folder / evaluations.SCORES).exists():
       record = json.loads(finished.read_text())
       print(evaluation_table.text(record['sets']))
       return record
@@ -132,7 +131,7 @@ def evaluate(
 
 def check_folder(folder: pathlib.Path, resume: bool):
   """Raises FileExistsError if an evaluation may not go into the folder."""
-  names = 'config.gin', 'metrics.jsonl', 'evaluation.json'
+  names = 'config.gin', 'metrics.jsonl', evaluations.SCORES
   if not resume and any((folder / name).exists() for name in names):
     raise FileExistsError(
       f'{folder} already holds a run or an evaluation: add --resume to finish '
@@ -236,12 +235,7 @@ def _run(
 ) -> list[_Part]:
   """Evaluates the batches that are left; returns the metrics of all."""
   parts = []
-  (folder / 'samples.jsonl').unlink(missing_ok=True)
-  samples = writers.json_lines(folder / 'samples.jsonl')
-  with (
-    contextlib.closing(samples),
-    (folder / 'completions.jsonl').open('w', encoding='utf-8') as file,
-  ):
+  with evaluation_files.completions(folder, source, held_out) as write:
     for i in range(len(held_out.batches)):
       path = folder / PARTS / f'{i:06}.npz'
       part = _read_part(path, structure)
@@ -254,11 +248,7 @@ def _run(
           f'{i + 1} of {len(held_out.batches)} batches are evaluated.',
           flush=True,
         )
-      records = list(evaluation.completions(part.info, source, held_out, i))
-      for record in records:
-        file.write(json.dumps(record) + '\n')
-      for record in records[: 0 if parts else SHOWN]:
-        samples.write(0, {'split': 'eval', **record})
+      write(i, part.info)
       parts.append(part)
   return parts
 
@@ -289,22 +279,13 @@ def _finish(
   infos = [part.info for part in parts]
   seconds = sum(part.seconds for part in parts)
   values, rows = evaluation.summarize(infos, held_out.names)
-  values['time/evaluate'] = seconds
-  (folder / 'metrics.jsonl').unlink(missing_ok=True)
-  log = writers.json_lines(folder / 'metrics.jsonl')
-  log.write(0, values)
-  log.close()
+  values[evaluation.SECONDS] = seconds
   if frames := rows.get(env_video.NAME):
     video.try_write(folder, 0, frames, print)
-  if not (folder / 'completions.jsonl').stat().st_size:
-    (folder / 'completions.jsonl').unlink()
-  results = evaluation.results(infos, held_out.names)
-  record = {'seconds': seconds, 'evaluated': subject, 'sets': results}
-  # The last, as it marks the evaluation as finished.
-  whole_file.write_text(
-    folder / 'evaluation.json', json.dumps(record, indent=2)
+  record = evaluation_files.write_scores(
+    folder, values, infos, held_out, subject
   )
   shutil.rmtree(folder / PARTS, ignore_errors=True)
-  print(evaluation_table.text(results))
+  print(evaluation_table.text(record['sets']))
   print(f'{seconds:.1f} s. See {report.try_write(folder)}.', flush=True)
   return record

@@ -40,6 +40,7 @@ def train(
   max_skipped_steps: ranges.PositiveInt = 10,
   checkpoint_every: ranges.PositiveInt = 50,
   keep_checkpoints: ranges.PositiveInt = 2,
+  keep_completions: ranges.NonNegativeInt = 20,
   profile_step: ranges.NonNegativeInt = 0,
   export: Export | None = None,
   wandb_project: str | None = None,
@@ -72,6 +73,8 @@ def train(
       their gradient is not finite, after which the run ends with an error.
     checkpoint_every: steps between checkpoints.
     keep_checkpoints: number of checkpoints to keep.
+    keep_completions: evaluations whose completions are kept, the newest, in
+      `workdir/evaluations`; 0 for none. All scores are kept.
     profile_step: step that JAX's profiler records into `workdir/profile`, for
       XProf or TensorBoard; 0 for none. The first step compiles, so take a
       later one. With staleness, parts of later steps are in it. Processes of
@@ -101,6 +104,7 @@ def train(
     video_every_evals=video_every_evals,
     max_skipped_steps=max_skipped_steps,
     profile_step=profile_step,
+    keep_completions=keep_completions,
   )
   with run_lock.hold(folder := pathlib.Path(workdir)):
     changes = config_changes.since_start(folder) if resume else []

@@ -14,6 +14,7 @@ from stages.language import tokens
 from stages.language.evaluate import SAMPLES
 
 FEW = 4  # Completions of an evaluation that a run logs.
+SECONDS = 'time/evaluate'  # A metric that every evaluation has.
 ALL = 'all'  # Name of all problems together, among the names of sets.
 
 

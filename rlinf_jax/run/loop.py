@@ -50,6 +50,7 @@ class Schedule:
     max_skipped_steps: steps in a row without a finite gradient, after which
       the run ends.
     profile_step: the step that is profiled; 0 for none.
+    keep_completions: evaluations whose completions are kept, the newest.
   """
 
   steps: int
@@ -59,6 +60,7 @@ class Schedule:
   video_every_evals: int
   max_skipped_steps: int
   profile_step: int = 0
+  keep_completions: int = 0
 
   def __post_init__(self):
     if self.stop_at_score is not None and not self.evaluate_every:
@@ -119,7 +121,7 @@ class Loop:
     self._monitor, self._next_plan = monitor, None
     self._video = None  # Frames of the last evaluation.
     self._checkpoints, self._log = checkpoints, log
-    self._key = jax.random.key(seed)
+    self._seed, self._key = seed, jax.random.key(seed)
     self._held_out = evaluation.HeldOut.of(source)
     self._source_state, self._first = start.source, first
     self.steps = self._submitted = start.step
@@ -129,7 +131,7 @@ class Loop:
     self._pending = collections.deque()
     # An evaluation after the last step is in no metric of that step.
     known = log.evaluation(self.steps) or {}
-    before = known.get(run_log.EVALUATION, 0.0)
+    before = known.get(evaluation.SECONDS, 0.0)
     before += self.metrics.get('throughput/seconds', 0.0)
     self._start_time = time.perf_counter() - before
     self._step_end = time.perf_counter()
@@ -306,13 +308,16 @@ class Loop:
     Raises:
       KeyboardInterrupt: if the run was asked to stop, also in between.
     """
-    self.evaluate()
+    self.evaluate(schedule.keep_completions)
     wanted = schedule.video_every_evals and self._is_last(schedule)
     if wanted or schedule.is_video(self.steps):
       self._log.write_video(self.steps, self._video)
 
-  def evaluate(self):
+  def evaluate(self, keep_completions: int):
     """Evaluates the policy on all held-out problems.
+
+    Args:
+      keep_completions: evaluations whose completions are kept, the newest.
 
     Raises:
       KeyboardInterrupt: if the run was asked to stop before the last batch;
@@ -328,8 +333,10 @@ class Loop:
       )
     self.runtime.timeline.take()  # Spans of an evaluation belong to no step.
     values, samples = evaluation.summarize(infos, self._held_out.names)
-    values[run_log.EVALUATION] = time.perf_counter() - start
-    self._log.write_metrics(self.steps, values)
+    values[evaluation.SECONDS] = time.perf_counter() - start
+    self._log.write_evaluation(
+      self.steps, self._seed, self._held_out, infos, values, keep_completions
+    )
     self._video = samples.pop(video.NAME, None)
     few = {name: evaluation.few_rows(rows) for name, rows in samples.items()}
     self._write_samples('eval', few, self._held_out.batches)

@@ -11,14 +11,12 @@ import numpy as np
 from planner.ir import plan as plan_lib
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import video
-from rlinf_jax.run import console
-from rlinf_jax.run_files import failures, writers
+from rlinf_jax.run import console, evaluation, evaluation_files
+from rlinf_jax.run_files import evaluations, failures, writers
 from rlinf_jax.runtime import timeline
 from rlinf_jax.system import whole_file
 from stages import base
 from stages.language import tokens
-
-EVALUATION = 'time/evaluate'  # A metric that every evaluation has.
 
 
 class RunLog:
@@ -56,6 +54,7 @@ class RunLog:
     self._ahead = None  # Seconds to add to the clock of the runtime.
     self._samples = writers.json_lines(folder / 'samples.jsonl', last_kept)
     video.truncate(folder, last_kept)
+    evaluations.truncate(folder, last_kept)
     self._predictions = writers.json_lines(
       folder / 'predictions.jsonl', last_kept
     )
@@ -74,10 +73,44 @@ class RunLog:
     for writer in [*self._metric_writers, self._console]:
       writer.write(step, values)
 
+  def write_evaluation(
+    self,
+    step: int,
+    seed: int,
+    held_out: evaluation.HeldOut,
+    infos: Sequence[base.Info],
+    values: dict[str, float],
+    keep_completions: int,
+  ):
+    """Writes an evaluation: its own folder, and then its metrics.
+
+    Args:
+      step: updates finished.
+      seed: of the run.
+      held_out: the batches.
+      infos: the metrics of each batch.
+      values: the numbers of all.
+      keep_completions: evaluations whose completions are kept, the newest.
+    """
+    folder = evaluations.path(self._folder, step)
+    folder.mkdir(parents=True, exist_ok=True)
+    if keep_completions:
+      with evaluation_files.completions(
+        folder, self._source, held_out
+      ) as write:
+        for i, info in enumerate(infos):
+          write(i, info)
+    run = str(self._folder.resolve())
+    subject = {'run': run, 'seed': seed, 'step': step}
+    evaluation_files.write_scores(folder, values, infos, held_out, subject)
+    evaluations.keep_completions(self._folder, keep_completions)
+    # The last, as a resumed run makes no evaluation that they have.
+    self.write_metrics(step, values)
+
   def evaluation(self, step: int) -> dict[str, float] | None:
     """The metrics of the evaluation after `step`; None if there was none."""
     for record in writers.records(self._folder / 'metrics.jsonl'):
-      if record['step'] == step and EVALUATION in record:
+      if record['step'] == step and evaluation.SECONDS in record:
         del record['step']
         return {name: float(value) for name, value in record.items()}
     return None

@@ -9,6 +9,7 @@ import pytest
 
 from rlinf_jax import evaluate, train
 from rlinf_jax.planning import autoplan
+from rlinf_jax.report import compare
 from rlinf_jax.runtime import flows as flows_lib
 import stages
 from stages import base, workflows
@@ -70,9 +71,26 @@ def run(folder, **kwargs):
   )
 
 
+def trained(folder, steps, **kwargs):
+  settings = {'plan': {}, 'checkpoint_every': 2} | kwargs
+  return train.train(
+    workflow(), source(), workdir=str(folder), steps=steps, **settings
+  )
+
+
 def records(folder):
   lines = (folder / 'completions.jsonl').read_text().splitlines()
   return list(map(json.loads, lines))
+
+
+def evaluations(folder):
+  """Whether each evaluation in training has completions, by its step."""
+  found = {}
+  for inside in sorted((folder / 'evaluations').iterdir()):
+    assert (inside / 'evaluation.json').exists()
+    has = (inside / 'completions.jsonl').exists()
+    found[int(inside.name.removeprefix('step_'))] = has
+  return found
 
 
 def test_tables_are_those_of_the_completions(tmp_path, capsys):
@@ -142,17 +160,6 @@ def test_an_evaluation_of_something_else_is_not_resumed(tmp_path):
 
 
 def test_a_resumed_evaluation_keeps_its_checkpoint(tmp_path, monkeypatch):
-  def trained(steps):
-    train.train(
-      workflow(),
-      source(),
-      workdir=str(tmp_path / 'run'),
-      steps=steps,
-      plan={},
-      checkpoint_every=1,
-      resume=True,
-    )
-
   kept, go = [], evaluate.evaluation.evaluate_batch
 
   def stop(runtime, held_out, i, key):
@@ -162,12 +169,14 @@ def test_a_resumed_evaluation_keeps_its_checkpoint(tmp_path, monkeypatch):
     return go(runtime, held_out, i, key)
 
   settings = {'checkpoint_of': str(tmp_path / 'run')}
-  trained(1)
+  saved = {'checkpoint_every': 1, 'resume': True, 'keep_completions': 0}
+  trained(tmp_path / 'run', 1, **saved)
+  assert evaluations(tmp_path / 'run') == {0: False, 1: False}
   whole = run(tmp_path / 'whole', **settings)
   monkeypatch.setattr(evaluate.evaluation, 'evaluate_batch', stop)
   with pytest.raises(KeyboardInterrupt):
     run(tmp_path / 'cut', **settings)
-  trained(2)
+  trained(tmp_path / 'run', 2, **saved)
   resumed = run(tmp_path / 'cut', resume=True, **settings)
   assert resumed['evaluated']['step'] == 1
   assert resumed['sets'] == whole['sets']
@@ -199,28 +208,52 @@ def test_another_seed_samples_others_and_the_same_seed_the_same(tmp_path):
 
 
 def test_a_checkpoint_is_evaluated_as_its_run_did(tmp_path):
-  trained = train.train(
-    workflow(samples=1),
-    source(),
-    workdir=str(tmp_path / 'run'),
-    steps=2,
-    plan={},
-    checkpoint_every=2,
-  )
-  result = evaluate.evaluate(
-    workflow(samples=1),
-    source(),
-    workdir=str(tmp_path / 'scores'),
-    plan={},
-    checkpoint_of=str(tmp_path / 'run'),
-  )
+  metrics = trained(tmp_path / 'run', 2).metrics
+  result = run(tmp_path / 'scores', checkpoint_of=str(tmp_path / 'run'))
   for name, values in result['sets'].items():
     metric = 'eval/accuracy' if name == 'all' else f'eval/{name}/accuracy'
-    assert values['accuracy']['value'] == trained.metrics[metric]
+    assert values['accuracy']['value'] == metrics[metric]
+  during = tmp_path / 'run/evaluations/step_000002'
+  for name in ('completions.jsonl', 'samples.jsonl'):
+    assert (during / name).read_text() == (
+      tmp_path / 'scores' / name
+    ).read_text()
+  record = json.loads((during / 'evaluation.json').read_text())
+  assert record.keys() == result.keys()
+  assert record['evaluated'] == result['evaluated']
+  assert record['sets'] == result['sets']
   with pytest.raises(FileExistsError, match='--eval_checkpoint'):
     run(tmp_path / 'run', resume=True)
   with pytest.raises(FileNotFoundError, match='no checkpoint to evaluate'):
     run(tmp_path / 'other', checkpoint_of=str(tmp_path / 'scores'))
+
+
+def test_a_resumed_run_leaves_each_evaluation_once(tmp_path, monkeypatch):
+  go, calls = evaluate.evaluation.evaluate_batch, []
+
+  def stop(*args):
+    calls.append(args)
+    if len(calls) == 14:  # The second batch after step 4.
+      raise RuntimeError
+    return go(*args)
+
+  settings = {'evaluate_every': 1, 'keep_completions': 2}
+  monkeypatch.setattr(evaluate.evaluation, 'evaluate_batch', stop)
+  with pytest.raises(RuntimeError):
+    trained(tmp_path / 'a', 4, **settings)
+  assert evaluations(tmp_path / 'a') == {0: False, 1: False, 2: True, 3: True}
+  # From the checkpoint of step 2, without an evaluation of step 3.
+  settings['evaluate_every'] = 2
+  metrics = trained(tmp_path / 'a', 4, resume=True, **settings).metrics
+  assert evaluations(tmp_path / 'a') == {0: False, 1: False, 2: True, 4: True}
+  rows = records(tmp_path / 'a/evaluations/step_000004')
+  assert len(rows) == 4 * (2 * ROWS + ROWS // 2)
+  mean = np.mean([row['correct'] for row in rows])
+  np.testing.assert_allclose(metrics['eval/accuracy'], mean, rtol=1e-6)
+  two = [tmp_path / f'a/evaluations/step_00000{i}' for i in (2, 4)]
+  page = compare.write(two, tmp_path / 'compare.html').read_text()
+  assert '<h2>Evaluations</h2>' in page
+  assert f'<h2>Completions <small>of {len(rows) // 4} problems' in page
 
 
 def test_an_evaluation_holds_no_moments():

@@ -82,11 +82,21 @@ def straight(tmp_path_factory):
   run(folder)
   found = lines(folder)
   assert [x['step'] for x in found] == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+  assert sorted(scores(folder)) == [f'step_{n:06}' for n in (0, 2, 4, 5)]
   return folder
+
+
+def scores(folder):
+  """The scores of each evaluation, by the name of its folder."""
+  return {
+    x.parent.name: json.loads(x.read_text())['sets']
+    for x in folder.glob('evaluations/*/evaluation.json')
+  }
 
 
 def assert_same(folder, straight):
   assert lines(folder) == lines(straight)
+  assert scores(folder) == scores(straight)
   mine, theirs = (saved.arrays(x, STEPS) for x in (folder, straight))
   jax.tree.map(np.testing.assert_array_equal, mine, theirs)
   result, wanted = (
