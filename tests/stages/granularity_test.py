@@ -25,6 +25,7 @@ from stages.workflows.embodied_grpo import objective as grpo_objective
 from stages.workflows.embodied_ppo import flatten_time
 from stages.workflows.embodied_ppo import objective as ppo_objective
 from tests.stages.vla.openvla import openvla_env_test
+from tests.stages.vla.pi0 import pi0_policy_test
 
 Z, A = 2, 2
 SHAPES = {'token': (Z, A), 'action': (Z,), 'chunk': ()}
@@ -121,6 +122,18 @@ def test_policies_of_tokens_score_what_they_recorded(name):
   if name == 'openvla':
     make = functools.partial(openvla_env_test.POLICY, chunk=Z)
   env = push.push(image_size=8)
+  check_policy(make, env, env.init(jnp.arange(4))[1])
+
+
+@pytest.mark.parametrize(
+  ('adaptive', 'kind'), [(False, 'sde'), (True, 'noise')], ids=['pi0', 'pi05']
+)
+def test_pi0_scores_what_it_recorded(adaptive, kind):
+  exploration = flow_policy.Exploration(kind)
+  make = functools.partial(
+    pi0_policy_test.policy, adaptive=adaptive, exploration=exploration
+  )
+  env = pi0_policy_test.ENV
   check_policy(make, env, env.init(jnp.arange(4))[1])
 
 
