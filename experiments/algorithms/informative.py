@@ -3,7 +3,8 @@
 python -m experiments.algorithms.informative runs/algorithms
 
 A group whose completions are all right or all wrong has no advantages, and
-teaches nothing. DAPO draws other groups instead, which costs time.
+teaches nothing. DAPO draws other groups instead, which costs time. It fails if
+DAPO has learned from a group that teaches nothing.
 """
 
 import pathlib
@@ -36,11 +37,30 @@ def informative(series: dict[str, run_folder.Series], groups: int) -> float:
   return groups * float(share.sum())
 
 
+def check(name: str, series: dict[str, run_folder.Series]):
+  """Refuses a run of DAPO that has learned from groups of equal rewards.
+
+  Raises:
+    SystemExit: naming the first step that did, and their share of its groups.
+  """
+  if 'rollout/groups_filled' not in series:
+    return  # GRPO learns from all groups.
+  degenerate = series['rollout/groups_degenerate']
+  for step, share in zip(degenerate.step, degenerate.value, strict=True):
+    if share > 0:
+      raise SystemExit(
+        f'{name} learned in step {step} from groups whose rewards are all '
+        f'equal: {share:.1%} of those in its batch, where none is expected. '
+        'See how `stages.workflows.dapo` accepts groups.'
+      )
+
+
 def main(output: str):
   print(HEADER)
   finished = table.read(pathlib.Path(output))
   for name, groups in GROUPS.items():
     for run in finished[name]:
+      check(name, run.series)
       found = informative(run.series, groups)
       taken = groups * algorithms.STEPS
       of_run = table.summary(name, [run])

@@ -158,7 +158,8 @@ def row(claim, found) -> str:
   if claim.page:
     # Not a link: the page is part of a site that has no experiments.
     commands = f'`{claim.page}`: {commands}'
-  found = found or by_hand(claim)
+  if not found or claim.by_hand and found['date'] < claim.by_hand[1]:
+    found = by_hand(claim)
   figure = found.get('figure', claim.figure)
   if skipped := found.get('skipped'):
     figure += f' ({skipped} tests skipped)'

@@ -379,7 +379,6 @@ def _describe(
   info = rollout_metrics.describe(
     accepted.x, accepted.verdict, actor_step, group_size, updates_per_step
   )
-  del info['rollout/groups_degenerate']  # Always zero.
   return (
     info
     | accepted.info

@@ -69,3 +69,19 @@ def test_groups_of_equal_rewards_are_not_informative():
   assert informative.drawn(grpo, 8) == 16
   assert informative.informative(dapo, 8) == 12
   assert informative.drawn(dapo, 8) == 40
+
+
+def test_a_run_of_dapo_that_learned_from_groups_of_equal_rewards_is_refused():
+  step = np.array([1, 2, 3])
+
+  def series(*shares):
+    return {
+      'rollout/groups_filled': run_folder.Series(step, np.ones(3)),
+      'rollout/groups_degenerate': run_folder.Series(step, np.array(shares)),
+    }
+
+  informative.check('DAPO', series(0.0, 0.0, 0.0))
+  with pytest.raises(SystemExit, match='DAPO learned in step 2 .* 12.5%'):
+    informative.check('DAPO', series(0.0, 0.125, 0.0))
+  grpo = {'rollout/groups_degenerate': run_folder.Series(step, np.ones(3))}
+  informative.check('GRPO', grpo)

@@ -88,6 +88,16 @@ def test_a_round_goes_on_where_it_stopped(elsewhere, monkeypatch):
   assert ran.read_text() == 'one\ntwo\n' * 2
 
 
+@pytest.mark.parametrize(
+  'date, figure', [('2026-11-26', '91 %'), ('2026-11-29', '99 %')]
+)
+def test_a_row_has_the_later_of_a_record_and_a_figure_by_hand(date, figure):
+  claim = claims_main.Claim('one', 'One', '91 %', ('true',))
+  claim = claim._replace(by_hand=('abc', '2026-11-28'))
+  found = {'figure': '99 %', 'commit': 'def', 'date': date, 'machine': 'here'}
+  assert claims_main.row(claim, found).startswith(f'| One | {figure} |')
+
+
 def test_a_figure_is_the_first_and_the_last_evaluation(tmp_path):
   lines = [{'eval/accuracy': x} for x in (0.326, 0.2, 0.936)]
   text = ''.join(json.dumps(line) + '\n' for line in [*lines, {'loss': 1}])

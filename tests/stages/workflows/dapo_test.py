@@ -288,6 +288,7 @@ def test_rounds_leave_unfinished_groups_to_later_rounds_and_steps():
     numbers, (kept, rounds) = read(info), want[i]
     assert numbers['rollout/rounds'] == rounds
     assert numbers['rollout/groups_filled'] == len(kept) / 4
+    assert numbers['rollout/groups_degenerate'] == 0
     ids = np.add.outer(np.array(kept) * GROUP, np.arange(GROUP)).ravel()
     assert numbers['rollout/tokens'] == whole.mask[ids].sum()
     shown = metrics.read(jax.device_get(info))[1]['rollout/samples']
@@ -307,6 +308,7 @@ def test_dapo_learns():
     state, info = workflow.step(state, tiny.problem(seed=i), key)
     accuracies.append(read(info)['rollout/accuracy'])
     rounds.append(read(info)['rollout/rounds'])
+    assert read(info)['rollout/groups_degenerate'] == 0
   assert np.mean(accuracies[:3]) < 0.75 < 0.9 < np.mean(accuracies[-3:])
   assert set(rounds) == {1, 2}
 
