@@ -60,7 +60,7 @@ def write(folder: str | os.PathLike) -> pathlib.Path:
     state='finished' if run.result or run.evaluation else 'unfinished',
     summary=html.escape(summary.describe(run)),
     figures=_key_figures(run),
-    headline=_evaluation_card(run) or _headline_cards(run) + _set_card(run),
+    headline=_headline(run),
     curves=_curve_cards(run),
     time=_time_cards(run),
     samples=samples_html.videos(run) + samples_html.samples(run),
@@ -116,14 +116,25 @@ def _key_figures(run: run_folder.Run) -> str:
   return page.key_figures(figures)
 
 
+def _headline(run: run_folder.Run) -> str:
+  """The cards of scores on held-out problems."""
+  if run.evaluation:
+    return _evaluation_card(run)
+  return _headline_cards(run) + _set_card(run) + _evaluation_card(run)
+
+
 def _evaluation_card(run: run_folder.Run) -> str:
-  """The table of an evaluation without training; '' of a training run."""
-  if not run.evaluation:
-    return ''
+  """The table of an evaluation, in training the newest; '' of none."""
+  title, record = 'Evaluation', run.evaluation
+  if not record:
+    if not (newest := run_folder.newest_evaluation(run.folder)):
+      return ''
+    step, record = newest
+    title = f'Evaluation after step {step:,}'
   return page.card(
-    'Evaluation',
+    title,
     'in parentheses: confidence intervals of 95 %, over problems',
-    evaluation_table.as_html(evaluation_table.rows(run.evaluation['sets'])),
+    evaluation_table.as_html(evaluation_table.rows(record['sets'])),
     '',
     'whole',
   )

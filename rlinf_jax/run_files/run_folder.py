@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rlinf_jax.run_files import writers
+from rlinf_jax.run_files import evaluations, writers
 
 _TEXTS = {'prompt': str, 'completion': str}
 # Fields that records have, by file, with their types. There may be others.
@@ -186,6 +186,17 @@ def _evaluation(path: pathlib.Path) -> dict[str, Any] | None:
         raise _damaged(path, f'{name!r:.50} without a value')
       _number(score['value'], name, path)
   return content
+
+
+def newest_evaluation(folder: pathlib.Path) -> tuple[int, dict] | None:
+  """The newest evaluation during training: its step and its evaluation.json.
+
+  None if there is none that is finished.
+  """
+  for step, inside in reversed(evaluations.paths(folder).items()):
+    if content := _evaluation(inside / evaluations.SCORES):
+      return step, content
+  return None
 
 
 def _check(record: Any, path: pathlib.Path):

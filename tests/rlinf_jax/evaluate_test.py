@@ -10,6 +10,7 @@ import pytest
 from rlinf_jax import evaluate, train
 from rlinf_jax.planning import autoplan
 from rlinf_jax.report import compare
+from rlinf_jax.report.html import evaluation_table
 from rlinf_jax.runtime import flows as flows_lib
 import stages
 from stages import base, workflows
@@ -222,6 +223,13 @@ def test_a_checkpoint_is_evaluated_as_its_run_did(tmp_path):
   assert record.keys() == result.keys()
   assert record['evaluated'] == result['evaluated']
   assert record['sets'] == result['sets']
+  table = evaluation_table.as_html(evaluation_table.rows(result['sets']))
+  for folder, title in (
+    ('run', 'Evaluation after step 2'),
+    ('scores', 'Evaluation'),
+  ):
+    page = (tmp_path / folder / 'report.html').read_text()
+    assert f'<h3>{title}<' in page and page.count(table) == 1
   with pytest.raises(FileExistsError, match='--eval_checkpoint'):
     run(tmp_path / 'run', resume=True)
   with pytest.raises(FileNotFoundError, match='no checkpoint to evaluate'):
