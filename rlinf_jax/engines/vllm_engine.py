@@ -36,7 +36,11 @@ class Engine:
     self._changed, self._thread = threading.Condition(), None
     self._closing = False
     self._waiting: collections.deque[vllm_request.Pending] = collections.deque()
-    self._running: list[vllm_request.Pending] = []
+    self._running: set[vllm_request.Pending] = set()
+    self._owner: dict[str, vllm_request.Pending] = {}  # By vLLM's request id.
+    # Every step asks these, as rows that end in another engine may stop them.
+    self._stoppable: set[vllm_request.Pending] = set()
+    self._some_cancelled = False
     self._shares_devices = False
     self._sleep_requested: futures.Future | None = None
 
@@ -66,6 +70,8 @@ class Engine:
     pending = [
       vllm_request.Pending(request, futures.Future()) for request in requests
     ]
+    for x in pending:
+      x.future.add_done_callback(self._note_cancelled)
     lease = lease_lib.current()
     if lease and self.sleep not in lease.on_release:
       lease.on_release.append(self.sleep)
@@ -102,6 +108,11 @@ class Engine:
       self._changed.notify()
     if thread:
       thread.join()
+
+  def _note_cancelled(self, future: futures.Future):
+    """Has the next step look for cancelled requests, if `future` is of one."""
+    if future.cancelled():
+      self._some_cancelled = True
 
   # The methods below run on the engine's thread.
 
@@ -159,10 +170,12 @@ class Engine:
 
   def _abort_cancelled(self):
     """Aborts the prompts of cancelled requests."""
-    for pending in self._running:
-      if pending.future.cancelled() and pending.index_of:
-        self.llm.abort_request(list(pending.index_of))
-    self._running = [x for x in self._running if not x.future.cancelled()]
+    if not self._some_cancelled:
+      return
+    self._some_cancelled = False  # First: others may be cancelled meanwhile.
+    for pending in tuple(self._running):
+      if pending.future.cancelled():
+        self._end(pending)
 
   def _start_waiting(self):
     """Starts the next requests, as long as they use the current parameters."""
@@ -178,7 +191,9 @@ class Engine:
       try:
         self._open(request.max_model_len)
         self._send(request.params, request.names)
-        self._running.append(pending)
+        self._running.add(pending)
+        if request.should_stop:
+          self._stoppable.add(pending)
         self._add(pending)
       except Exception as error:  # noqa: BLE001 (other requests continue)
         self._fail(pending, self._explained(error))
@@ -209,25 +224,24 @@ class Engine:
         params,
         lora_request=self._instance.lora,
       )
-      pending.index_of[name] = i
+      pending.index_of[name], self._owner[name] = i, pending
     # A request without prompts, or that should stop at once, is done already.
     self._resolve(pending)
 
   def _step(self):
-    """Steps vLLM, and resolves requests that have ended."""
+    """Steps vLLM, and resolves requests that have ended.
+
+    It visits those with new tokens, as there may be hundreds of others.
+    """
     if not self._running:
       return
-    outputs = self.llm.step()
-    owner = {name: x for x in self._running for name in x.index_of}
-    for output in outputs:
-      if (pending := owner.get(output.request_id)) is not None:
+    changed = set(self._stoppable)
+    for output in self.llm.step():
+      if (pending := self._owner.get(output.request_id)) is not None:
         self._hear(pending, output)
-    for pending in self._running:
+        changed.add(pending)
+    for pending in changed:
       self._resolve(pending)
-    # `_abort_cancelled` handles those that were cancelled meanwhile.
-    self._running = [
-      x for x in self._running if x.future.cancelled() or not x.future.done()
-    ]
 
   def _hear(self, pending: vllm_request.Pending, output):
     """Adds new tokens to the request that they are of."""
@@ -242,31 +256,34 @@ class Engine:
     ended, kept = new.finish_reason == 'stop', output.num_cached_tokens or 0
     pending.finished[i] = pending.completion(i, at_text or ended, kept)
     del pending.index_of[output.request_id], pending.tokens[i]
+    del self._owner[output.request_id]
 
   def _resolve(self, pending: vllm_request.Pending):
     """Resolves a request if all its prompts have ended, or enough of them."""
-    should_stop = pending.request.should_stop
-    if (
-      pending.index_of and should_stop and should_stop(pending.finished.keys())
-    ):
-      self.llm.abort_request(list(pending.index_of))
-      for i in pending.index_of.values():
-        pending.finished[i] = pending.completion(i, False)
-      pending.index_of.clear()
     future, finished = pending.future, pending.finished
-    if (
-      not pending.index_of
-      and not future.done()
-      and future.set_running_or_notify_cancel()
-    ):
+    if pending.index_of:
+      should_stop = pending.request.should_stop
+      if not (should_stop and should_stop(finished.keys())):
+        return
+      for i in pending.index_of.values():
+        finished[i] = pending.completion(i, False)
+    self._end(pending)
+    if not future.done() and future.set_running_or_notify_cancel():
       future.set_result([finished[i] for i in range(len(finished))])
+
+  def _end(self, pending: vllm_request.Pending):
+    """Ends a request, and aborts its prompts that have not ended."""
+    if pending.index_of and self.llm:
+      self.llm.abort_request(list(pending.index_of))
+    for name in pending.index_of:
+      del self._owner[name]
+    pending.index_of.clear()
+    self._running.discard(pending)
+    self._stoppable.discard(pending)
 
   def _fail(self, pending: vllm_request.Pending, error: BaseException):
     """Fails a request."""
-    if pending in self._running:
-      self._running.remove(pending)
-    if pending.index_of and self.llm:
-      self.llm.abort_request(list(pending.index_of))
+    self._end(pending)
     future = pending.future
     if not future.done() and future.set_running_or_notify_cancel():
       future.set_exception(error)
