@@ -26,6 +26,12 @@ LETTERS = f'{string.ascii_letters} 1234567890,.:?\n'
 TOWER = {'image_size': 32, 'patch_size': 8, 'D': 32, 'L': 2, 'H': 2, 'F': 64}
 # Of both transformers, which share attention; and widths.
 SHARED, D, F, V = {'L': 2, 'H': 2, 'W': 16}, 32, 64, 256
+needs_libero = pytest.mark.skipif(
+  importlib.util.find_spec('libero') is None
+  or not os.environ.get(libero_files.ASSETS),
+  reason=f'LIBERO is not installed, or {libero_files.ASSETS} does not say '
+  'where its meshes are.',
+)
 
 
 def run(recipe, bindings, workdir):
@@ -39,12 +45,7 @@ def run(recipe, bindings, workdir):
   return found
 
 
-@pytest.mark.skipif(
-  importlib.util.find_spec('libero') is None
-  or not os.environ.get(libero_files.ASSETS),
-  reason=f'LIBERO is not installed, or {libero_files.ASSETS} does not say '
-  'where its meshes are.',
-)
+@needs_libero
 def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
   model = tmp_path / 'given'
   tiny_vla.model(model, tasks=[LETTERS], actions=7)
@@ -73,7 +74,7 @@ def test_grpo_of_openvla_oft_acts_in_libero_by_pictures_and_words(tmp_path):
   assert made.A == 7 and made.head == 'token'
 
 
-def small_pi0(folder, actions, *, adaptive, Z):
+def small_pi0(folder, actions, *, adaptive, Z, state=None):
   """Writes a π0 or π0.5, its statistics and a tokenizer; returns bindings."""
   trunk = pi0.GEMMA(V=V, D=D, F=F, **SHARED)
   expert = pi0.GEMMA(V=1, D=D, F=F, **SHARED)
@@ -84,8 +85,12 @@ def small_pi0(folder, actions, *, adaptive, Z):
   pi0_files.write(folder, params, made)
   tokens.train_tokenizer(folder, [LETTERS], 90)
   numbers = {'mean': 0.0, 'std': 0.5, 'q01': -1.0, 'q99': 1.0}
-  stats = {name: [x] * actions for name, x in numbers.items()}
-  normalization.write(folder, 'data', {'state': stats, 'actions': stats})
+  stats = lambda n: {name: [x] * n for name, x in numbers.items()}
+  normalization.write(
+    folder,
+    'data',
+    {'state': stats(state or actions), 'actions': stats(actions)},
+  )
   return [
     f'MODEL = {str(folder)!r}',
     *(f'vit.Config.{name} = {size}' for name, size in TOWER.items()),
@@ -150,6 +155,35 @@ def test_ppo_of_pi05_acts_by_pictures_and_instructions(
   # The expert alone is trained.
   assert any(pi0_files.EXPERT in name for name in moved)
   assert not any(pi0_files.PALIGEMMA in name for name in moved)
+
+
+@pytest.mark.claims
+@needs_libero
+def test_ppo_of_pi0_acts_in_libero_by_pictures_and_words(tmp_path):
+  model = tmp_path / 'given'
+  metrics = run(
+    'gin_configs/ppo_pi0_libero.gin',
+    [
+      *small_pi0(model, 7, adaptive=False, Z=50, state=8),
+      'instructions.pi0.length = 128',
+      'STEPS = 1',
+      'ENVIRONMENTS = 2',
+      'EVAL_ENVIRONMENTS = 1',
+      'PROCESSES = 1',
+      'HORIZON = 10',
+      'libero.env.image_size = 64',
+      'libero.env.task_ids = (0,)',
+      'seed_source.seeds.held_out = 1',
+      'workflows.embodied_ppo.num_steps = 2',
+      'workflows.embodied_ppo.num_minibatches = 1',
+      # So that the step is seen in weights of float32.
+      'actor/optimizers.adamw.learning_rate = 1e-2',
+    ],
+    tmp_path / 'run',
+  )
+  assert metrics['env/steps'] == 2 * 2 * 5 and not metrics.get('env/failed')
+  assert np.isfinite(metrics['train/value_loss'])
+  assert metrics['train/clip_fraction'] >= 0
 
 
 @pytest.mark.skipif(
