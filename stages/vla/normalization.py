@@ -17,6 +17,7 @@ import numpy as np
 
 from stages.models.files import weights
 from stages.vla import lerobot_processors
+from stages.vla import relative_actions as relative_lib
 
 ASSETS, FILE = 'assets', 'norm_stats.json'
 RELATIVE = 'relative_actions'  # Beside the statistics in this file.
@@ -183,19 +184,27 @@ def read(
   return stats
 
 
-def relative(checkpoint: str | None) -> tuple[bool, ...]:
-  """Which numbers of actions a checkpoint has relative to the state.
+def relative(
+  checkpoint: str | None,
+  chosen: relative_lib.RelativeActions | None = None,
+) -> relative_lib.RelativeActions:
+  """Which numbers of actions are relative to the state.
 
   Args:
-    checkpoint: its folder; None for random weights.
+    checkpoint: the folder of a model, whose statistics tell; None for random
+      weights.
+    chosen: an answer of one's own; None for that of the checkpoint.
 
   Returns:
-    Whether each number is; empty if nothing tells, as without statistics or
-    with those of several data sets.
+    As `relative_actions.mask` takes it; of a checkpoint, whether each number
+    is, and nothing if nothing tells, as without statistics or with those of
+    several data sets.
 
   Raises:
     CheckpointError: if its statistics cannot be read.
   """
+  if chosen is not None:
+    return chosen
   if checkpoint is None:
     return ()
   names = _assets(checkpoint)

@@ -150,7 +150,7 @@ def test_bad_input_ends_in_a_sentence_and_leaves_nothing(
   folder, tmp_path, here
 ):
   (folder / 'bad.jsonl').write_text(
-    '{"prompt": "a", "answer": "1"}\n{"prompt": "b"}'
+    '{"prompt": "a", "answer": "1", "terms": []}\n{"prompt": "b", "terms": []}'
   )
   args = arguments(folder, tmp_path / 'run', train='bad.jsonl')
   done = front_door.run(*args)
