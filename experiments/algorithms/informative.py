@@ -3,8 +3,8 @@
 python -m experiments.algorithms.informative runs/algorithms
 
 A group whose completions are all right or all wrong has no advantages, and
-teaches nothing. DAPO draws other groups instead, which costs time. It fails if
-DAPO has learned from a group that teaches nothing.
+teaches nothing. DAPO draws other groups instead, which costs time. The command
+fails if DAPO has learned from a group that teaches nothing.
 """
 
 import pathlib
@@ -41,11 +41,17 @@ def check(name: str, series: dict[str, run_folder.Series]):
   """Refuses a run of DAPO that has learned from groups of equal rewards.
 
   Raises:
-    SystemExit: naming the first step that did, and their share of its groups.
+    SystemExit: naming the first step that did, and their share of its groups;
+      or that the run does not say it, as those of older versions.
   """
   if 'rollout/groups_filled' not in series:
     return  # GRPO learns from all groups.
-  degenerate = series['rollout/groups_degenerate']
+  degenerate = series.get('rollout/groups_degenerate')
+  if degenerate is None:
+    raise SystemExit(
+      f'{name} was run by a version that did not write '
+      'rollout/groups_degenerate: run it again, in another folder.'
+    )
   for step, share in zip(degenerate.step, degenerate.value, strict=True):
     if share > 0:
       raise SystemExit(

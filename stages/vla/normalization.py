@@ -207,10 +207,9 @@ def relative(
     return chosen
   if checkpoint is None:
     return ()
-  names = _assets(checkpoint)
-  if not names and lerobot_processors.read(checkpoint) is None:
-    return ()
-  if len(names) > 1:
+  num_sets = len(_assets(checkpoint))
+  is_lerobot = not num_sets and lerobot_processors.read(checkpoint) is not None
+  if num_sets != 1 and not is_lerobot:
     return ()
   return tuple(read(checkpoint).get('actions', {}).get('relative', ()))
 

@@ -83,5 +83,9 @@ def test_a_run_of_dapo_that_learned_from_groups_of_equal_rewards_is_refused():
   informative.check('DAPO', series(0.0, 0.0, 0.0))
   with pytest.raises(SystemExit, match='DAPO learned in step 2 .* 12.5%'):
     informative.check('DAPO', series(0.0, 0.125, 0.0))
+  older = series(0.0, 0.0, 0.0)
+  del older['rollout/groups_degenerate']
+  with pytest.raises(SystemExit, match='DAPO was run by a version'):
+    informative.check('DAPO', older)
   grpo = {'rollout/groups_degenerate': run_folder.Series(step, np.ones(3))}
   informative.check('GRPO', grpo)
