@@ -42,12 +42,13 @@ def write(
     )
   runs = dict(zip(names(folders), map(run_folder.read, folders), strict=True))
   colors = {name: i for i, name in enumerate(runs, 1)}
+  evaluations = _newest_evaluations(runs)
   text = page.render(
     'compare_template.html',
     name=html.escape(' and '.join(runs)),
     legend=page.legend(colors),
     summary=''.join(_sentence(name, run) for name, run in runs.items()),
-    evaluations=_evaluations(runs) + _completions(runs),
+    evaluations=_tables(evaluations) + _completions(evaluations),
     curves=_curves(runs, colors),
     metrics=_metrics(runs),
     bindings=_bindings(runs),
@@ -74,37 +75,41 @@ def _sentence(name: str, run: run_folder.Run) -> str:
   return f'<p class="summary"><b>{html.escape(name)}</b>: {text}</p>'
 
 
-def _evaluations(runs: Mapping[str, run_folder.Run]) -> str:
-  """The tables of those that are evaluations, one below the other."""
-  cards = []
+def _newest_evaluations(
+  runs: Mapping[str, run_folder.Run],
+) -> dict[str, run_folder.Evaluation]:
+  """The newest evaluation of each run that has one, by the name of the run.
+
+  A training run's has the step in its name.
+  """
+  evaluations = {}
   for name, run in runs.items():
-    if run.evaluation:
-      rows = evaluation_table.rows(run.evaluation['sets'])
-      cards.append(
-        page.card(
-          html.escape(name),
-          'in parentheses: confidence intervals of 95 %, over problems',
-          evaluation_table.as_html(rows),
-          '',
-          'whole',
-        )
-      )
-  if not cards:
-    return ''
-  return f'<h2>Evaluations</h2><div class="grid">{"".join(cards)}</div>'
+    if newest := run_folder.newest_evaluation(run):
+      after = '' if newest.step is None else f' after step {newest.step:,}'
+      evaluations[f'{name}{after}'] = newest
+  return evaluations
 
 
-def _completions(runs: Mapping[str, run_folder.Run]) -> str:
+def _tables(evaluations: Mapping[str, run_folder.Evaluation]) -> str:
+  """Scores and their intervals, one table below the other."""
+  cards = ''.join(
+    evaluation_table.card(html.escape(name), evaluation.content['sets'])
+    for name, evaluation in evaluations.items()
+  )
+  return cards and f'<h2>Evaluations</h2><div class="grid">{cards}</div>'
+
+
+def _completions(evaluations: Mapping[str, run_folder.Evaluation]) -> str:
   """Problems that only one of two evaluations solved, with both answers."""
-  if len(runs) != 2:
+  if len(evaluations) != 2:
     return ''
-  first, second = (_by_problem(run) for run in runs.values())
+  first, second = (_by_problem(x.folder) for x in evaluations.values())
   both = [x for x in first if x in second]
   if not both:
     return ''
   gained = [x for x in both if _right(second[x]) > _right(first[x])]
   lost = [x for x in both if _right(second[x]) < _right(first[x])]
-  a, b = map(html.escape, runs)
+  a, b = map(html.escape, evaluations)
   parts = []
   for title, problems in ((f'{b} is better', gained), (f'{a} is better', lost)):
     better, worse = (second, first) if problems is gained else (first, second)
@@ -126,13 +131,13 @@ def _completions(runs: Mapping[str, run_folder.Run]) -> str:
   )
 
 
-def _by_problem(run: run_folder.Run) -> dict[tuple, list[Mapping[str, Any]]]:
+def _by_problem(folder: pathlib.Path) -> dict[tuple, list[Mapping[str, Any]]]:
   """The completions of each problem, by its set and its prompt.
 
   Those whose environment failed are neither right nor wrong.
   """
   problems = {}
-  for record in run_folder.completions(run.folder):
+  for record in run_folder.completions(folder):
     key = record['set'], record['problem'], record['prompt']
     if not record.get('env_failed'):
       problems.setdefault(key, []).append(record)

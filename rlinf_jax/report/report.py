@@ -125,19 +125,11 @@ def _headline(run: run_folder.Run) -> str:
 
 def _evaluation_card(run: run_folder.Run) -> str:
   """The table of an evaluation, in training the newest; '' of none."""
-  title, record = 'Evaluation', run.evaluation
-  if not record:
-    if not (newest := run_folder.newest_evaluation(run.folder)):
-      return ''
-    step, record = newest
-    title = f'Evaluation after step {step:,}'
-  return page.card(
-    title,
-    'in parentheses: confidence intervals of 95 %, over problems',
-    evaluation_table.as_html(evaluation_table.rows(record['sets'])),
-    '',
-    'whole',
-  )
+  newest = run_folder.newest_evaluation(run)
+  if not newest:
+    return ''
+  after = '' if newest.step is None else f' after step {newest.step:,}'
+  return evaluation_table.card(f'Evaluation{after}', newest.content['sets'])
 
 
 def _headline_cards(run: run_folder.Run) -> str:

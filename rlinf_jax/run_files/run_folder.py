@@ -188,14 +188,31 @@ def _evaluation(path: pathlib.Path) -> dict[str, Any] | None:
   return content
 
 
-def newest_evaluation(folder: pathlib.Path) -> tuple[int, dict] | None:
-  """The newest evaluation during training: its step and its evaluation.json.
+class Evaluation(NamedTuple):
+  """Scores on held-out problems, with their intervals.
 
-  None if there is none that is finished.
+  Attributes:
+    folder: where they are, beside the completions.
+    step: updates after which a training run was evaluated; None for
+      --eval_only.
+    content: of evaluation.json.
   """
-  for step, inside in reversed(evaluations.paths(folder).items()):
+
+  folder: pathlib.Path
+  step: int | None
+  content: dict[str, Any]
+
+
+def newest_evaluation(run: Run) -> Evaluation | None:
+  """The evaluation that a run is, or the newest that finished while it trained.
+
+  None if there is none.
+  """
+  if run.evaluation:
+    return Evaluation(run.folder, None, run.evaluation)
+  for step, inside in reversed(evaluations.paths(run.folder).items()):
     if content := _evaluation(inside / evaluations.SCORES):
-      return step, content
+      return Evaluation(inside, step, content)
   return None
 
 

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 import html
 from typing import Any
 
+from rlinf_jax.report.html import page
+
 # Scores, in the order of their columns, and other numbers.
 SCORES = (
   'accuracy',
@@ -92,3 +94,14 @@ def as_html(table: Sequence[Sequence[str]]) -> str:
 
   rows = ''.join(row(cells, 'td') for cells in body)
   return f'<table>{row(head, "th")}{rows}</table>'
+
+
+def card(title: str, results: Results) -> str:
+  """The table as a card of a page.
+
+  Args:
+    title: of the card, as HTML.
+    results: as in `rows`.
+  """
+  note = 'in parentheses: confidence intervals of 95 %, over problems'
+  return page.card(title, note, as_html(rows(results)), '', 'whole')

@@ -92,6 +92,19 @@ def test_completions_that_one_run_alone_has_right_are_shown(tmp_path):
   assert 'Evaluated in 1 seconds. all: 50.0% of 4.' in text
 
 
+def test_the_newest_evaluations_of_training_runs_are_compared(tmp_path):
+  a, b = (fake_run.make_run(tmp_path / name) for name in 'ab')
+  evaluation(a / 'evaluations' / 'step_000000', [1, 1])
+  evaluation(a / 'evaluations' / 'step_000020', [0, 1])
+  evaluation(b / 'evaluations' / 'step_000040', [1, 1])
+  text = compare.write([a, b], tmp_path / 'c.html').read_text()
+  assert Page(text).open == []
+  assert 'a after step 20' in text and 'after step 0' not in text
+  assert 'b after step 40 is better <small>1 problems' in text
+  assert 'step_000020 says 0' in text and 'step_000040 says 0' in text
+  assert '50.0% (10.0–90.0)' in text
+
+
 def test_completions_whose_environment_failed_are_not_compared(tmp_path):
   a = evaluation(tmp_path / 'a', [1, 1, 0])
   b = evaluation(tmp_path / 'b', [None, 1, 1])
