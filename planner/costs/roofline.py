@@ -382,10 +382,14 @@ class Roofline:
     return self._peaks.least(flow, node, placement.axes, execution, pieces)
 
   def explain_memory(
-    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+    self,
+    flow: graph.Flow,
+    chosen: plan_lib.Plan,
+    place: str,
+    stage: str | None = None,
   ) -> breakdown.CostBreakdown:
-    """Returns the peak bytes on a device of a place, by component."""
-    stage, parts = self._peaks.parts(flow, chosen, place)
+    """Returns bytes on a device at the peak of a place or stage, by part."""
+    stage, parts = self._peaks.parts(flow, chosen, place, stage)
     total = sum(number.value for number in parts.values())
     during = {f'{name}, during {stage}': n for name, n in parts.items()}
     return breakdown.CostBreakdown(

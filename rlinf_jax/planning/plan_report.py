@@ -97,10 +97,10 @@ def report_plan(
   lines = [table, '', _searched(result, cluster), *assumptions, waits]
   lines += [_attention(flow, cluster)]
   others = _others(result, own, ranked, theirs)
-  compiled = None
+  compiled = nearest = None
   if compile_for and result.best:
     left = deadline.left
-    result, ranked, others, compiled = _compile(
+    result, ranked, others, compiled, nearest = _compile(
       flow,
       model,
       result,
@@ -124,7 +124,7 @@ def report_plan(
   data |= {'evaluations': notice} if notice else {}
   lines += [_turns(result), _colocated(result.space)]
   if result.best is None:
-    data['shortage'] = {} if compiled else _shortage(flow, model, result)
+    data['shortage'] = _shortage(flow, model, result, compiled, nearest)
     lines += [_no_plan(data, _too_many_devices(flow, model))]
   else:
     lines += _fastest(flow, model, result, staleness, data)
@@ -174,7 +174,7 @@ def _compile(
 ):
   """Compiles plans until one is accepted, then `count` of those that follow.
 
-  Those that are refused are dropped.
+  Those that are refused are dropped, but for the nearest to fitting of them.
   """
   compiler = plan_compiler.PlanCompiler(
     flow, model, topology_lib.devices(topology), print_text
@@ -204,7 +204,7 @@ def _compile(
       for plan, seconds, found in choice.runners_up
     ],
   )
-  return choice.result, choice.ranked, others, compiled
+  return choice.result, choice.ranked, others, compiled, choice.nearest
 
 
 def _others(result, own, ranked, theirs):
@@ -257,11 +257,22 @@ def _fastest(flow, model, result, staleness, data) -> list[str | None]:
   ]
 
 
-def _shortage(flow, model, result) -> dict[str, str | list[str]]:
-  """Explains what the plan that is nearest to fitting lacks, for JSON."""
-  if not result.infeasible:
+def _shortage(
+  flow, model, result, compiled, nearest
+) -> dict[str, str | list[str]]:
+  """Explains what the plan that is nearest to fitting lacks, for JSON.
+
+  If plans were compiled, it is `nearest`, of `plan_compiler.Choice`.
+  """
+  refused = None
+  if nearest:
+    plan, found = nearest
+    refused = remedies.Refused(found.refused, found.lacks)
+  elif compiled or not result.infeasible:
     return {}
-  lacks, bindings = remedies.shortage(flow, model, result.infeasible[0][0])
+  else:
+    plan, _ = result.infeasible[0]
+  lacks, bindings = remedies.shortage(flow, model, plan, refused)
   return {'lacks': lacks, 'bindings': bindings}
 
 

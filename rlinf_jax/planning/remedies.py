@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import dataclasses
+from typing import NamedTuple
 
 from planner import formatting
 from planner.costs import roofline
@@ -18,8 +19,23 @@ REFERENCE = 'ref_logp'  # The stage of the KL term.
 SAVING = (remat_lib.AUTO, 'nothing_saveable')
 
 
+class Refused(NamedTuple):
+  """A stage that a compiler refused.
+
+  Attributes:
+    stage: its name.
+    lacks: bytes of each device that it lacks.
+  """
+
+  stage: str
+  lacks: float
+
+
 def shortage(
-  flow: graph.Flow, model: roofline.Roofline, chosen: plan_lib.Plan
+  flow: graph.Flow,
+  model: roofline.Roofline,
+  chosen: plan_lib.Plan,
+  refused: Refused | None = None,
 ) -> tuple[str, list[str]]:
   """Explains why a plan does not fit, at the place that lacks most bytes.
 
@@ -27,22 +43,29 @@ def shortage(
     flow: as recorded.
     model: the cost model.
     chosen: a plan that needs too much memory.
+    refused: its stage that needs too much by a compiler, of whose place the
+      parts are explained; None if it is the model that has it not fit.
 
   Returns:
     A sentence on the memory of that place, and a sentence for each binding that
     acts on at least as many bytes as are lacking.
   """
-  peaks = {
-    name: model.explain_memory(flow, chosen, name) for name in chosen.places
-  }
-  place = max(peaks, key=lambda name: peaks[name].total.value)
-  peak = peaks[place]
+  if refused:
+    place = chosen.stages[refused.stage]
+    peak = model.explain_memory(flow, chosen, place, refused.stage)
+    short, whose = refused.lacks, ', as compiled; the model has'
+  else:
+    peaks = {
+      name: model.explain_memory(flow, chosen, name) for name in chosen.places
+    }
+    place = max(peaks, key=lambda name: peaks[name].total.value)
+    peak, whose = peaks[place], ''
+    short = peak.total.value - model.capacity
   stage = next(iter(peak), '').partition(plan_data.DURING)[2]
   parts = {
     what.partition(plan_data.DURING)[0]: number.value
     for what, number in peak.items()
   }
-  short = peak.total.value - model.capacity
   largest = ', '.join(
     f'{formatting.byte_size(size)} {what}'
     for what, size in sorted(parts.items(), key=lambda item: -item[1])
@@ -50,7 +73,7 @@ def shortage(
   )
   sentence = (
     f'{place} lacks {formatting.byte_size(short)} on each device during '
-    f'{stage or "every stage"}: {largest}.'
+    f'{stage or "every stage"}{whose}: {largest}.'
   )
   found = _remedies(flow, model, chosen, place, stage, parts, short)
   return sentence, list(found)

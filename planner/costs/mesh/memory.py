@@ -39,7 +39,11 @@ class MemoryModel:
     self._beside, self._cuts, self._orders = {}, {}, {}
 
   def parts(
-    self, flow: graph.Flow, chosen: plan_lib.Plan, place: str
+    self,
+    flow: graph.Flow,
+    chosen: plan_lib.Plan,
+    place: str,
+    stage: str | None = None,
   ) -> tuple[str, dict[str, Estimate]]:
     """Finds the stage with the peak memory, and the components of the peak.
 
@@ -47,11 +51,13 @@ class MemoryModel:
       flow: as recorded.
       chosen: the plan.
       place: name of the place.
+      stage: the stage of that place to explain; None for that with the peak.
 
     Returns:
       The stage, and bytes by component.
     """
-    nodes = list(self._nodes(flow, chosen, place))
+    nodes = self._nodes(flow, chosen, place)
+    nodes = [pair for pair in nodes if stage in (None, pair[0])]
     return max(nodes, key=lambda pair: _total(pair[1]))
 
   def needs(

@@ -16,12 +16,10 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, rounding
 from planner.search import result as result_lib
+from rlinf_jax.planning.compiled import errors, partitioner
 from rlinf_jax.planning.compiled import executable as executable_lib
-from rlinf_jax.planning.compiled import partitioner
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.places import place as place_lib
-
-LONGEST_MESSAGE = 400  # Characters of a compiler's message.
 
 
 class CompiledStage(NamedTuple):
@@ -37,6 +35,7 @@ class CompiledStage(NamedTuple):
     rematerialized: operations whose arrays the partitioner replicates in full
       to change their layout.
     modeled: what the cost model says of the call.
+    usable: bytes of a device that plans may use.
     least_seconds: of a call by the compiler's estimates, if its communication
       is hidden; None where there are none.
   """
@@ -49,6 +48,7 @@ class CompiledStage(NamedTuple):
   executable: executable_lib.Executable
   rematerialized: list[str]
   modeled: per_device.DeviceCosts
+  usable: float
   least_seconds: float | None = None
 
   @property
@@ -64,11 +64,14 @@ class CompiledPlan(NamedTuple):
     stages: what was compiled.
     refusal: a sentence on why the plan cannot run; None if it can.
     refused: the stage that it is about; None if it is not about one.
+    lacks: bytes of each device that this stage lacks; None if it lacks none, or
+      the compiler does not say how many it needs.
   """
 
   stages: list[CompiledStage]
   refusal: str | None = None
   refused: str | None = None
+  lacks: float | None = None
 
 
 class PlanCompiler:
@@ -127,17 +130,19 @@ class PlanCompiler:
           return CompiledPlan(
             [*found.values()],
             f'{node.name} on {plan.places[name]} does not compile: '
-            f'{message(error)}',
+            f'{errors.message(error)}',
             node.name,
+            self._lacking(plan, flow, node, error),
           )
         key = name, id(compiled)
         if key in found:
           found[key] = found[key]._replace(calls=found[key].calls + 1)
           continue
         found[key] = self._stage(plan, name, flow, node, compiled)
-        refusal = self._overflow(plan, found[key])
-        if refusal:
-          return CompiledPlan([*found.values()], refusal, node.name)
+        stage = found[key]
+        if refusal := self._overflow(plan, stage):
+          lacks = stage.total - stage.usable
+          return CompiledPlan([*found.values()], refusal, node.name, lacks)
     return CompiledPlan([*found.values()])
 
   def _place(self, name: str, plan: plan_lib.Plan) -> place_lib.Place:
@@ -183,29 +188,46 @@ class PlanCompiler:
 
   def _stage(self, plan, place, flow, node, compiled) -> CompiledStage:
     seconds, read, rematerialized = self._read[id(compiled)]
-    rows = flow.rows_of(node)
-    modeled = per_device.stage_costs(
-      self.flow, plan, self.model, node.name, rows
-    )
+    rows, modeled = flow.rows_of(node), self._modeled(plan, flow, node)
     device, least = self.model.cluster.device, None
     if read.cycles and device.clock_hertz:
       least = read.cycles.seconds(device.clock_hertz, device.peak('bfloat16'))
     return CompiledStage(
-      node.name, place, rows, 1, seconds, read, rematerialized, modeled, least
+      node.name,
+      place,
+      rows,
+      1,
+      seconds,
+      read,
+      rematerialized,
+      modeled,
+      self.model.cluster.capacity,
+      least,
     )
+
+  def _modeled(self, plan, flow, node) -> per_device.DeviceCosts:
+    rows = flow.rows_of(node)
+    return per_device.stage_costs(self.flow, plan, self.model, node.name, rows)
+
+  def _lacking(self, plan, flow, node, error: Exception) -> float | None:
+    """Returns the bytes that a stage lacks that does not compile."""
+    needed = errors.needed_bytes(error)
+    if needed is None:
+      return None
+    others = self._modeled(plan, flow, node).others
+    return needed + others - self.model.cluster.capacity
 
   def _overflow(self, plan, stage: CompiledStage) -> str | None:
     """Says how much memory is lacking, if it is."""
-    capacity = self.model.cluster.capacity
-    if stage.total <= capacity:
+    if stage.total <= stage.usable:
       return None
     needed, others, excess, usable = map(
       formatting.byte_size,
       (
         stage.executable.memory.needed,
         stage.modeled.others,
-        stage.total - capacity,
-        capacity,
+        stage.total - stage.usable,
+        stage.usable,
       ),
     )
     return (
@@ -244,14 +266,6 @@ def _widths(flow: graph.Flow, node: graph.Node, num_devices: int) -> set[int]:
   return {size // n for size in sizes for n in shards if size % n == 0}
 
 
-def message(error: Exception) -> str:
-  """Returns the first sentences of a compiler's error."""
-  text = ' '.join(str(error).split())
-  if len(text) > LONGEST_MESSAGE:
-    text = f'{text[:LONGEST_MESSAGE].rsplit(" ", 1)[0]} …'
-  return text
-
-
 class Choice(NamedTuple):
   """The fastest plan that the compiler accepts.
 
@@ -262,6 +276,8 @@ class Choice(NamedTuple):
     refused: faster plans that the compiler refused, and why.
     runners_up: slower plans that were compiled, too, with their seconds; a
       refused one is not ranked.
+    nearest: of the faster plans that were refused, that which lacks the fewest
+      bytes; None if of none is known how many it lacks.
   """
 
   result: result_lib.SearchResult
@@ -269,6 +285,7 @@ class Choice(NamedTuple):
   compiled: CompiledPlan | None
   refused: list[tuple[plan_lib.Plan, str]]
   runners_up: Sequence[tuple[plan_lib.Plan, float, CompiledPlan]] = ()
+  nearest: tuple[plan_lib.Plan, CompiledPlan] | None = None
 
 
 def first_accepted(
@@ -291,7 +308,7 @@ def first_accepted(
     relieved: of a plan and the stage that was refused, plans that need less
       memory, and their seconds.
   """
-  refused, left = [], list(ranked)
+  refused, left, nearest = [], list(ranked), None
   while left:
     plan, seconds = left[0]
     compiled = compiler.compile(plan)
@@ -305,9 +322,14 @@ def first_accepted(
         ranked=left,
         infeasible=[*refused, *result.infeasible],
       )
-      return Choice(chosen, chosen.ranked, compiled, refused)
+      return Choice(chosen, chosen.ranked, compiled, refused, nearest=nearest)
     compiler.report(f'Refused: {compiled.refusal}')
     refused.append((plan, compiled.refusal))
+    if compiled.lacks is not None:
+      nearest = min(
+        filter(None, (nearest, (plan, compiled))),
+        key=lambda pair: pair[1].lacks,
+      )
     known = [some for some, _ in (*refused, *left)]
     others = relieved(plan, compiled.refused)
     left = sorted(
@@ -321,7 +343,7 @@ def first_accepted(
     ranked=[],
     infeasible=[*refused, *result.infeasible],
   )
-  return Choice(chosen, [], None, refused)
+  return Choice(chosen, [], None, refused, nearest=nearest)
 
 
 def with_runners_up(

@@ -17,12 +17,15 @@ COLUMNS = (
   'needed',
   'others',
   'total',
+  'usable',
   'modeled',
   'matrix FLOPs',
   'modeled',
   'sent',
   'modeled',
 )
+# Of them, the bytes of a stage.
+SIZES = COLUMNS[2:9]
 LEFT = 2  # Columns of words.
 SMALL = 0.01  # Of the bytes sent by a stage: such collectives are not listed.
 LITTLE = 0.1  # Of the largest stage's bytes: notes on such stages are left out.
@@ -82,6 +85,7 @@ def _stage(stage: plan_compiler.CompiledStage) -> dict[str, Any]:
       'needed': executable.memory.needed,
       'others': stage.modeled.others,
       'total': stage.total,
+      'usable': stage.usable,
       'modeled': stage.modeled.memory,
     },
     'matmul_flops': executable.matmul_flops,
@@ -143,11 +147,10 @@ def _table(stages: Sequence[Mapping[str, Any]]) -> list[str]:
 def row(stage: Mapping[str, Any]) -> list[str]:
   """Returns the cells of a stage's row."""
   memory = stage['memory']
-  sizes = ('arguments', 'temporary', 'needed', 'others', 'total', 'modeled')
   return [
     stage['place'],
     stage['name'],
-    *(formatting.byte_size(memory[name]) for name in sizes),
+    *(formatting.byte_size(memory[name]) for name in SIZES),
     _number(stage['matmul_flops']),
     _number(stage['modeled_matmul_flops']),
     formatting.byte_size(stage['collective_bytes']),

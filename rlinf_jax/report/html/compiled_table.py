@@ -8,6 +8,16 @@ from planner import formatting
 from planner.explain import report_text
 from rlinf_jax.report.html import page
 
+SIZES = (
+  'arguments',
+  'temporary',
+  'needed',
+  'others',
+  'total',
+  'usable',
+  'modeled',
+)
+
 
 def section(data: Mapping[str, Any]) -> str:
   """A table of compiled stages, from the field 'compiled' of a plan's data."""
@@ -40,16 +50,15 @@ def _table(stages) -> str:
   rows = ''.join(map(_row, stages))
   return (
     '<table><tr><th>stage</th><th>arguments</th><th>temporary</th>'
-    '<th>needed</th><th>others</th><th>total</th><th>modeled</th>'
-    '<th>matrix FLOPs</th><th>modeled</th><th>sent</th><th>modeled</th>'
-    f'<th></th></tr>{rows}</table>'
+    '<th>needed</th><th>others</th><th>total</th><th>usable</th>'
+    '<th>modeled</th><th>matrix FLOPs</th><th>modeled</th><th>sent</th>'
+    f'<th>modeled</th><th></th></tr>{rows}</table>'
   )
 
 
 def _row(stage) -> str:
   memory = stage['memory']
-  sizes = ('arguments', 'temporary', 'needed', 'others', 'total', 'modeled')
-  cells = [formatting.byte_size(memory[name]) for name in sizes]
+  cells = [formatting.byte_size(memory[name]) for name in SIZES]
   for name, form in (
     ('matmul_flops', '{:.3g}'.format),
     ('collective_bytes', formatting.byte_size),

@@ -65,6 +65,23 @@ def test_bindings_that_would_help_are_named_as_the_recipe_names_them(recipe):
   assert config_values.read('response_length') == {'LENGTH': 64}
 
 
+def test_what_a_compiler_refuses_has_the_bindings_that_save_as_much(recipe):
+  """The model has room for the plan, and the compiler has not."""
+  plan, costs = plan_lib.one_place(recipe.stages), model(recipe, 1e9)
+  need = costs.memory(recipe, plan, 'all')
+  assert max(need.values()) < costs.capacity
+  smaller = dataclasses.replace(plan, micro_batch={'gradient': 4})
+  saved = need['gradient'] - costs.memory(recipe, smaller, 'all')['gradient']
+  for lacks, helps in ((0.99 * saved, True), (1.01 * saved, False)):
+    refused = remedies.Refused('gradient', lacks)
+    words, bindings = remedies.shortage(recipe, costs, plan, refused)
+    size = formatting.byte_size(lacks)
+    assert words.startswith(f'all lacks {size} on each device during gradient')
+    assert helps == any('micro_batch of 4 rows' in x for x in bindings)
+  apply = remedies.Refused('apply', 1.0)
+  assert 'during apply' in remedies.shortage(recipe, costs, plan, apply)[0]
+
+
 def test_a_length_that_a_recipe_leaves_open_is_no_number(recipe, monkeypatch):
   plan = plan_lib.one_place(recipe.stages)
   costs = model(recipe, 1e9)

@@ -11,6 +11,7 @@ import matrices
 from planner.ir import plan as plan_lib
 from planner.search import result as result_lib
 from rlinf_jax.planning.compiled import (
+  errors,
   executable,
   plan_compiler,
   report,
@@ -97,6 +98,11 @@ def test_a_plan_that_overflows_a_device_is_refused_and_the_next_one_chosen():
   assert 'more than the' in words and 'that are usable.' in words
   none = plan_compiler.first_accepted(tight, search(small, 2.0), [(small, 2.0)])
   assert none.result.best is None and none.compiled is None
+  nearest, found = none.nearest
+  assert nearest == small and found.refused == 'gradient'
+  usable = tight.model.cluster.capacity
+  assert found.lacks == found.stages[-1].total - usable > 0
+  assert {stage.usable for stage in found.stages} == {usable}
 
 
 def test_a_refused_plan_is_followed_by_those_that_relieve_it():
@@ -144,6 +150,16 @@ def test_a_compilers_error_is_a_sentence(monkeypatch):
   assert not found.stages
   assert 'does not compile: RESOURCE_EXHAUSTED: Ran out of' in found.refusal
   assert len(found.refusal) < 600 and '\n' not in found.refusal
+  # Of the values, the moments are no argument, a fourth on each device.
+  assert found.lacks == 18.2 * 2**30 + 2 * 512 / 4 - 0.9 * 4e9
+
+
+def test_the_memory_that_a_refused_program_needs_is_read_from_the_error():
+  said = 'memory required for HLO temporaries (7.54G) exceeds available HBM'
+  assert errors.needed_bytes(RuntimeError(f'The total {said} (7.52G).')) == (
+    7.54 * 2**30
+  )
+  assert errors.needed_bytes(RuntimeError('INTERNAL: no 7.54G.')) is None
 
 
 def test_devices_that_cannot_form_a_mesh_refuse_a_plan():

@@ -6,6 +6,7 @@ import pytest
 
 import matrices
 from planner import cluster as cluster_lib
+from rlinf_jax.config import config_values
 from rlinf_jax.planning import plan_report
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import topology as topology_lib
@@ -40,8 +41,14 @@ def test_the_chosen_plan_is_compiled_and_reported(tmp_path):
   for stage in compiled['stages']:
     memory = stage['memory']
     assert memory['total'] == memory['needed'] + memory['others']
+    assert memory['usable'] == 0.9e6  # A tenth of each device is in reserve.
     assert stage['name'] in page
   assert 'Compiled for cpu:2' in page and 'tag compiled' in page
+  header, *rows = text.partition('modeled numbers:\n')[2].splitlines()[:3]
+  assert header.split()[6:9] == ['total', 'usable', 'modeled']
+  end = header.index('usable') + len('usable')
+  assert all(row[:end].endswith(' 879 KiB') for row in rows)
+  assert '<th>total</th><th>usable</th>' in page and '879 KiB</td>' in page
 
 
 def test_a_plan_that_the_compiler_refuses_is_listed_and_the_next_one_chosen(
@@ -103,3 +110,34 @@ def test_a_cluster_without_a_plan_that_compiles_says_why(tmp_path, monkeypatch):
   found, text, data, page = reported(tmp_path)
   assert found.best is None and 'plan' not in data
   assert 'Refused: Ran out of memory' in text and 'nothing is proved' in page
+  assert data['shortage'] == {}  # It gave no number of bytes.
+
+
+def test_if_all_plans_are_refused_it_says_what_the_nearest_of_them_lacks(
+  tmp_path, monkeypatch
+):
+  """The second of them, of 64 bytes, which more devices would save."""
+  tried = []
+
+  def refuse(self, plan):
+    tried.append(plan)
+    lacks = 64.0 if len(tried) == 2 else 2.0**20
+    words = f'Ran out of memory: {len(tried)}.'
+    return plan_compiler.CompiledPlan([], words, 'gradient', lacks)
+
+  monkeypatch.setattr(plan_compiler.PlanCompiler, 'compile', refuse)
+  monkeypatch.setattr(
+    config_values,
+    'read_numbers',
+    lambda name: {'cluster.Cluster.num_devices': 2} if 'num' in name else {},
+  )
+  found, text, data, page = reported(tmp_path)
+  assert found.best is None and len(tried) > 2
+  lacks, bindings = data['shortage']['lacks'], data['shortage']['bindings']
+  place = tried[1].stages['gradient']
+  start = f'{place} lacks 64 B on each device during gradient, as compiled; '
+  assert lacks.startswith(start) and 'activations' in lacks
+  (more,) = bindings
+  assert more.startswith('cluster.Cluster.num_devices above 2 shares memory')
+  assert f'Of the nearest, {lacks}' in text and more in text
+  assert lacks in page and more in page
