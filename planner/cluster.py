@@ -113,6 +113,8 @@ class Cluster:
     windows_products: whether a product with a weight that devices share is
       computed in steps while parts pass along the ring, as XLA has it on TPUs:
       more than four devices, n, then send n + 1 parts each instead of n - 1.
+    gathers_weights: whether gradients on a mesh of rows alone are compiled with
+      options by which they gather whole weights instead.
     topology: name of these devices for XLA's compilers, such as 'v5p:4x4x4';
       None if no plan is compiled for them. See
       `rlinf_jax.planning.compiled.topology`.
@@ -128,6 +130,7 @@ class Cluster:
   contention: float = 1.0
   scatters_sums: bool = True
   windows_products: bool = False
+  gathers_weights: bool = False
   topology: str | None = None
 
   def __post_init__(self):

@@ -1,6 +1,5 @@
 """One case: a model on a topology and a mesh, modeled and compiled."""
 
-from collections.abc import Mapping
 import dataclasses
 import functools
 import json
@@ -47,8 +46,8 @@ class Case:
     stages: names of the stages to compile.
     apart: whether these have a place of their own, which takes turns with that
       of the others on the same devices.
-    options: of the compiler, in place of its defaults.
-    bindings: what its cluster's file has otherwise.
+    gathers_weights: whether gradients on v5p chips have the compiler options of
+      a plan, by which they gather whole weights; otherwise XLA's defaults.
   """
 
   model: str
@@ -67,8 +66,7 @@ class Case:
   offload: tuple[str, ...] = ()
   stages: tuple[str, ...] = ('gradient', 'apply')
   apart: bool = False
-  options: Mapping[str, bool | int] = dataclasses.field(default_factory=dict)
-  bindings: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+  gathers_weights: bool = False
 
 
 def read(name: str) -> Case:
@@ -130,12 +128,12 @@ def _planned(case: Case, topology):
   micro_batch = {'gradient': case.rows} if case.rows else {}
   plan = plan_lib.one_place(flow.stages, placement, micro_batch)
   remat = {name: case.remat for name in ('gradient',) if name in flow.stages}
-  options = {name: dict(case.options) for name in case.stages if case.options}
+  xla = {} if case.gathers_weights else {name: {} for name in flow.stages}
   plan = dataclasses.replace(
     plan,
     remat=remat,
     offload=tuple(case.offload),
-    compiler_options=options,
+    compiler_options=xla,
   )
   if case.apart:
     places = dict.fromkeys(('all', 'own'), placement)
@@ -168,7 +166,7 @@ def _read(case: Case, topology, checkpoint: str):
     'SLOTS': case.slots,
     'cluster.Cluster.num_devices': topology.num_devices,
     'cluster.Cluster.topology': case.topology,
-    **case.bindings,
+    'cluster.Cluster.gathers_weights': case.gathers_weights,
   }
   config.parse(
     [RECIPE, f'gin_configs/clusters/{case.cluster}.gin'],

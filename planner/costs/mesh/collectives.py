@@ -105,6 +105,17 @@ class Parameters:
   def used(self, value, axes) -> tuple[str, ...]:
     return self.layout.shared(value.letters, value.shape, axes) or ()
 
+  def gathers_whole(self, axes) -> bool:
+    """Whether a gradient on a mesh is compiled so that it gathers weights.
+
+    The devices share its weights along axes of rows alone. Otherwise, a product
+    in steps also hides what devices of other axes add up.
+    """
+    several = [axis for axis, n in axes if n > 1]
+    used = {a for value in self.gradients for a in self.used(value, axes)}
+    is_shared = not used.isdisjoint(several)
+    return is_shared and all(a in self.layout.of_rows for a in several)
+
   def _ways(self, axes) -> int:
     """Returns how many devices share the work: those of axes without rows."""
     used = {axis for value in self.read for axis in self.used(value, axes)}
@@ -250,6 +261,12 @@ def communication(
       yield Collective('add up parts', axis, size, count, True, False)
 
 
+def _is_windowed(parameters, axes, cluster) -> bool:
+  """Whether products with weights that devices share are computed in steps."""
+  whole = cluster.gathers_weights and parameters.gathers_whole(axes)
+  return cluster.windows_products and not whole
+
+
 def _windowed_parts(n: int) -> int:
   """Returns the parts that each of n devices sends during a product in steps.
 
@@ -280,7 +297,7 @@ def _gathers(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
   # That of packed rows begins with a forward pass of its own.
   times = passes if done.passes else 1
   sent = (n - 1) * (times * size + (passes - 1) * again)
-  if cluster.windows_products and not done.turns:
+  if _is_windowed(parameters, axes, cluster) and not done.turns:
     # The backward pass gathers for two products.
     sent += (_windowed_parts(n) - (n - 1)) * times * layers
   messages = (times + passes - 1) * parameters.depth
@@ -306,7 +323,7 @@ def _scatters(parameters, done, axes, axis, cluster) -> Iterator[Collective]:
     elif is_wide:
       scattered += twice * (n - 1) * local
     else:
-      windowed = cluster.windows_products
+      windowed = _is_windowed(parameters, axes, cluster)
       parts = _windowed_parts(n) if windowed else twice * (n - 1)
       scattered += parts * local
   if scattered:

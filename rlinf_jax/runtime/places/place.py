@@ -17,6 +17,7 @@ from planner.ir import groups
 from planner.ir import plan as plan_lib
 from rlinf_jax.runtime.places import lease as lease_lib
 from rlinf_jax.runtime.places import micro_batch as micro_batch_lib
+from rlinf_jax.runtime.places import whole_weights
 from sharding import mesh as mesh_lib
 from sharding import multihost, offload, streaming
 from sharding import rules as rules_lib
@@ -66,7 +67,8 @@ class Place:
         process.
       remat: activations stored for the backward pass, by stage, as in
         `plan_lib.Plan`.
-      compiler_options: of XLA, by stage, as in `plan_lib.Plan`.
+      compiler_options: of XLA, by stage, as in `plan_lib.Plan`; those of
+        `whole_weights` for a stage that is not named.
 
     Raises:
       ValueError: if one of the devices is missing.
@@ -237,8 +239,9 @@ class Place:
     with self.locks.setdefault(key, threading.Lock()):
       if key not in self.calls:
         fn = self._function(flow, node)
+        options = self._options(flow, node)
         self.calls[key] = self._compiled(
-          node, fn, reads, writes, donated, pairs
+          node, fn, reads, writes, donated, pairs, options
         )
     return self.calls[key]
 
@@ -261,7 +264,16 @@ class Place:
       fn = jax.shard_map(fn, in_specs=all_, out_specs=all_, check_vma=False)
     return fn
 
-  def _compiled(self, node, fn, reads, writes, donated, pairs):
+  def _options(self, flow, node) -> dict[str, Any]:
+    """The compiler options of a stage: those of its plan, or the default."""
+    own = self.compiler_options.get(node.name)
+    if own is not None:
+      return dict(own)
+    return dict(
+      whole_weights.options(self.device, self.mesh, flow, node, self.rules)
+    )
+
+  def _compiled(self, node, fn, reads, writes, donated, pairs, options):
     stage = node.stage
 
     def call(*leaves):
@@ -299,7 +311,6 @@ class Place:
         f'of all of them ({writes[0].name} and what follows): its sums must '
         'have one shape. Cut the batch in fewer pieces.'
       )
-    options = dict(self.compiler_options.get(stage.name, {}))
     try:
       return lowered.compile(compiler_options=options or None)
     except jax.errors.JaxRuntimeError as error:
@@ -308,7 +319,8 @@ class Place:
       raise ValueError(
         f'The plan compiles stage {stage.name} with {options}, and XLA does '
         f'not know one of these options ({error}): leave it out of '
-        "the plan's compiler_options."
+        "the plan's compiler_options, or give the stage {} there for XLA's "
+        'defaults.'
       ) from None
 
   def _check_remat(self, stage):

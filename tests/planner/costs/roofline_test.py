@@ -213,16 +213,22 @@ def test_windowed_products_send_more_parts_than_a_gather():
   flow = types.SimpleNamespace(values=values, constants=())
   size = 2 * 8 * 4 * 2  # In bfloat16.
 
-  def sent(grain, windowed, scatters=True, n=8, **work):
+  def sent(
+    grain, windowed, scatters=True, n=8, gathers=False, beside=1, **work
+  ):
     node = types.SimpleNamespace(
       reads=(0,), rows=(), writes=(1,), stage=types.SimpleNamespace(grain=grain)
     )
     there = collectives.Parameters(flow, node, layout.Layout(rules.DEFAULT))
     cluster = dataclasses.replace(
-      toy_costs.TOYS, windows_products=windowed, scatters_sums=scatters
+      toy_costs.TOYS,
+      windows_products=windowed,
+      scatters_sums=scatters,
+      gathers_weights=gathers,
     )
     done = work_lib.Work(matmul={'bfloat16': 1.0}, **work)
-    some = collectives.communication(there, done, (('fsdp', n),), cluster)
+    axes = ('fsdp', n), ('tensor', beside)
+    some = collectives.communication(there, done, axes, cluster)
     return {part.what: part.size / (size / n) for part in some}
 
   gather, scatter = 'gather parameters', 'scatter gradients'
@@ -237,6 +243,12 @@ def test_windowed_products_send_more_parts_than_a_gather():
   # Without steps, all devices receive the whole sum where none is scattered.
   assert sent('sum', False, False) == {gather: 7 + 7, scatter: 14}
   assert sent('sum', True, False) == {gather: 9 + 7, scatter: 9}
+  # Gradients gather whole weights by options of the compiler, others do not.
+  assert sent('sum', True, gathers=True) == {gather: 7 + 7, scatter: 7}
+  assert sent('row', True, gathers=True) == {gather: 9}
+  # Nor do they beside an axis that divides products: half a layer each.
+  halves = sent('sum', True, gathers=True, beside=2)
+  assert halves[gather] == (9 + 7) / 2 and halves[scatter] == 9 / 2
 
 
 def test_frozen_layers_are_gathered_as_often_as_products_read_them():
