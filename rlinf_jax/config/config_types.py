@@ -209,6 +209,10 @@ def described(annotation: Any) -> str:
   if hasattr(kind, '_fields') or not issubclass(kind, Collection):
     article = 'an' if kind.__name__[0] in 'AEIO' else 'a'
     return f'{article} {kind.__name__}, which a function returns (@name())'
+  if issubclass(kind, tuple):
+    # A tuple of one is often written without its comma.
+    each = f', of {described(arguments[0])}' if arguments[1:] == (...,) else ''
+    return f'a tuple, (x,) or (x, y){each}'
   return 'a dictionary' if issubclass(kind, Mapping) else 'a list'
 
 

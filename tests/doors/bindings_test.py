@@ -30,6 +30,13 @@ GIVEN = ('MODEL = "/model"', 'TRAIN = "/train"', 'EVAL = "/eval"')
 # A recipe, a binding, and the message after the place of the binding.
 WRONG = [
   (
+    OFT,
+    'FROZEN = ("vision")',
+    "`FROZEN = 'vision'`, which `openvla_oft_env.pretrained.frozen` reads, "
+    "must be a tuple, (x,) or (x, y), of one of 'vision', 'projector', "
+    "'language'.",
+  ),
+  (
     SUMS,
     'STEPS = "ten"',
     "`STEPS = 'ten'`, which `optimizers.adamw.decay_steps` reads, must be a "

@@ -1,7 +1,8 @@
 """OpenVLA in environments that return a picture."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 import functools
+import itertools
 import pathlib
 from typing import Any
 
@@ -16,7 +17,7 @@ from stages.envs import env as env_lib
 from stages.models import adapters
 from stages.models import lora as lora_lib
 from stages.models.files import weights_writer
-from stages.vla import instructions, trunk_lora
+from stages.vla import frozen_parts, instructions, trunk_lora
 from stages.vla.openvla import (
   action_tokens,
   openvla,
@@ -26,7 +27,12 @@ from stages.vla.openvla import (
 )
 
 LLAMA = 'llama'
-FROZEN_PARTS = ('dino', 'siglip', 'projector', LLAMA)
+# Keys of the parts that may be frozen, see `frozen_parts`.
+PARTS = {
+  'vision': ('dino', 'siglip'),
+  'projector': ('projector',),
+  'language': (LLAMA,),
+}
 
 
 @settings_lib.passed_to(openvla_policy.policy)
@@ -37,6 +43,8 @@ def policy(
   instruction: tuple[int, ...] | None = None,
   camera: str = 'image/table',
   chunk: ranges.PositiveInt = 1,
+  frozen: tuple[frozen_parts.Part, ...] = (),
+  lora: lora_lib.Lora | None = None,
   **settings,
 ) -> base.Policy:
   """A policy for an environment whose observations contain a picture.
@@ -52,6 +60,9 @@ def policy(
     camera: path of the picture in observations.
     chunk: Z, steps of the environment that are decided at a time, one token
       after the other. The environment's action is [Z, A] if Z > 1.
+    frozen: parts that are not trained, see `frozen_parts`.
+    lora: new adapters that are trained in place of the weights; None to train
+      the weights.
     **settings: of `openvla_policy.policy`.
 
   Raises:
@@ -62,6 +73,7 @@ def policy(
   low, high = map(np.asarray, action_range.bounds(env, chunk))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_policy.policy(config, stats, chunk=chunk, **settings)
+  own = partly_trained(own, frozen, lora)
   own = adapt(
     own, functools.partial(_observe, camera, instruction), camera, chunk
   )
@@ -82,6 +94,7 @@ def pretrained(
   checkpoint: str,
   instruction: tuple[int, ...] | None = None,
   camera: str = 'image/table',
+  frozen: tuple[frozen_parts.Part, ...] = (),
   lora: lora_lib.Lora | None = None,
   **settings,
 ) -> base.Policy:
@@ -95,6 +108,7 @@ def pretrained(
     checkpoint: folder of a model.
     instruction: as for `policy`.
     camera: likewise.
+    frozen: likewise.
     lora: adapters that are trained in place of the weights; None to train the
       weights. Of an adapter to start from, the matrices outside layers of the
       language model are added to the weights.
@@ -115,8 +129,7 @@ def pretrained(
     checkpoint, adapter=lora.adapter if lora else None, **settings
   )
   check_actions(env, len(stats.q01))
-  if lora:
-    own = adapted(own, lora)
+  own = partly_trained(own, frozen, lora)
   own = adapt(own, functools.partial(_observe, camera, instruction), camera, 1)
   return within_bounds(own, env)
 
@@ -147,12 +160,32 @@ def export(
     export_apart(folder, params['policy'], checkpoint, adapter)
     return
   own = trunk_lora.merge_if_adapted(params['policy'], part=LLAMA)
+  own = frozen_parts.join(own)
   openvla_files.export(folder, own, checkpoint, adapter=adapter, **settings)
 
 
-def adapted(own: base.Policy, lora: lora_lib.Lora) -> base.Policy:
-  """The policy with adapters in its language model, see `trunk_lora`."""
-  return trunk_lora.wrap(own, lora, FROZEN_PARTS, LLAMA, tuning_files.PREFIX)
+def partly_trained(
+  own: base.Policy,
+  frozen: tuple[frozen_parts.Part, ...],
+  lora: lora_lib.Lora | None,
+  others: Collection[str] = (),
+) -> base.Policy:
+  """The policy with frozen parts, or with adapters in its language model.
+
+  Args:
+    own: the policy.
+    frozen: parts that are not trained.
+    lora: adapters, see `trunk_lora`; None or rank 0 for none.
+    others: names of what the model has beside OpenVLA's parts.
+
+  Raises:
+    ValueError: see `frozen_parts.check`.
+  """
+  frozen_parts.check(frozen, lora, others)
+  if not lora:
+    return frozen_parts.freeze(own, frozen, PARTS)
+  names = tuple(itertools.chain(*PARTS.values()))
+  return trunk_lora.wrap(own, lora, names, LLAMA, tuning_files.PREFIX)
 
 
 def export_apart(

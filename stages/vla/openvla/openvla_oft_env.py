@@ -12,7 +12,7 @@ from stages import settings as settings_lib
 from stages.envs import action_range
 from stages.envs import env as env_lib
 from stages.models import lora as lora_lib
-from stages.vla import instructions, trunk_lora
+from stages.vla import frozen_parts, instructions, trunk_lora
 from stages.vla.openvla import (
   action_tokens,
   openvla_env,
@@ -31,6 +31,7 @@ def policy(
   instruction: tuple[int, ...] | None = None,
   cameras: tuple[str, ...] = ('image/table',),
   state: str | None = None,
+  frozen: tuple[frozen_parts.Part, ...] = (),
   lora: lora_lib.Lora | None = None,
   **settings,
 ) -> base.Policy:
@@ -46,6 +47,7 @@ def policy(
       those of observations, see `instructions`.
     cameras: paths of the pictures in observations, the main one first.
     state: path of the robot's state, which is read as it is; None for none.
+    frozen: parts that are not trained, see `frozen_parts`.
     lora: new adapters that are trained in place of the weights; None to train
       the weights.
     **settings: of `openvla_oft_policy.policy`.
@@ -60,8 +62,7 @@ def policy(
   low, high = map(np.asarray, action_range.bounds(env))
   stats = action_tokens.ActionStats(low, high, np.ones(low.shape, bool))
   own = openvla_oft_policy.policy(config, stats, **settings)
-  if lora:
-    own = openvla_env.adapted(own, lora)
+  own = openvla_env.partly_trained(own, frozen, lora, _others(config))
   observe = functools.partial(_observe, cameras, instruction, state)
   own = openvla_env.adapt(own, observe, cameras[0], config.Z)
   return _within_bounds(own, env, config.Z)
@@ -76,6 +77,7 @@ def pretrained(
   cameras: tuple[str, ...] = ('image/table',),
   state: str = 'state',
   chunk: ranges.PositiveInt = 8,
+  frozen: tuple[frozen_parts.Part, ...] = (),
   lora: lora_lib.Lora | None = None,
   **settings,
 ) -> base.Policy:
@@ -92,6 +94,7 @@ def pretrained(
     state: path of the robot's state, in the units of the data set; read by
       models with a projector of the state alone.
     chunk: Z, which no file says.
+    frozen: as for `policy`.
     lora: adapters that are trained in place of the weights, as for
       `openvla_env.pretrained`; None to train the weights.
     **settings: of `openvla_oft_files.policy`.
@@ -106,8 +109,7 @@ def pretrained(
     cameras=len(cameras),
     **settings,
   )
-  if lora:
-    own = openvla_env.adapted(own, lora)
+  own = openvla_env.partly_trained(own, frozen, lora, _others(config))
   read_state = state if config.O else None
   if env is not None:
     for camera in cameras:
@@ -162,6 +164,7 @@ def export(
     )
     return
   own = trunk_lora.merge_if_adapted(params['policy'], part=openvla_env.LLAMA)
+  own = frozen_parts.join(own)
   openvla_oft_files.export(
     folder,
     own,
@@ -170,6 +173,12 @@ def export(
     norm_stats=norm_stats,
     **settings,
   )
+
+
+def _others(config: openvla_oft.Config) -> tuple[str, ...]:
+  """Names of the parts that OpenVLA does not have."""
+  film = (openvla_oft.FILM,) if config.film else ()
+  return (*openvla_oft.heads(config), *film)
 
 
 def _within_bounds(own: base.Policy, env: env_lib.Env, Z: int) -> base.Policy:

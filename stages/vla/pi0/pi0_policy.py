@@ -1,6 +1,7 @@
 """π0 and π0.5 as policies, which turn images and a state into chunks."""
 
 import functools
+import itertools
 import pathlib
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from stages.models import lora as lora_lib
 from stages.models.control import flow_policy
 from stages.vla import (
   augmentation,
+  frozen_parts,
   instructions,
   lerobot_processors,
   normalization,
@@ -35,7 +37,13 @@ from stages.vla.pi0 import (
 )
 
 EXPERT, TRUNK = 'expert', 'trunk'
-FROZEN_PARTS = ('vision', 'projector', TRUNK)
+# Keys of the parts that may be frozen, see `frozen_parts`.
+PARTS = {
+  'vision': ('vision',),
+  'projector': ('projector',),
+  'language': (TRUNK,),
+}
+FROZEN_PARTS = tuple(itertools.chain(*PARTS.values()))
 
 
 def policy(
@@ -55,7 +63,7 @@ def policy(
   exploration: flow_policy.Exploration = flow_policy.Exploration(),
   logp_of: granularity.LogpOf = 'chunk',
   value_of: granularity.ValueOf = 'chunk',
-  expert_only: bool = False,
+  frozen: tuple[frozen_parts.Part, ...] = (),
   lora: lora_lib.Lora | None = None,
   critic: bool = True,
   critic_width: ranges.PositiveInt = 256,
@@ -100,7 +108,8 @@ def policy(
     logp_of: what has a log-probability, as in `flow_policy.of_networks`: the
       chunk of executed actions, each of them, or each number.
     value_of: what has a value, see `granularity`.
-    expert_only: whether all but the expert and the critic is frozen.
+    frozen: parts that are not trained, see `frozen_parts`; all three leave the
+      expert and the critic.
     lora: adapters of the trunk, whose weights are then frozen with the vision
       tower, while the expert is trained in full; None or rank 0 for none.
     critic: whether the policy has a critic.
@@ -114,7 +123,8 @@ def policy(
   Raises:
     ValueError: for observations or actions that the model does not fit.
   """
-  _check_settings(config, expert_only, lora, executed)
+  frozen_parts.check(frozen, lora, (EXPERT,))
+  _check_executed(config, executed)
   inputs = pi0_inputs.of(
     env,
     config,
@@ -142,7 +152,7 @@ def policy(
   if exploration.kind == 'noise':
     spread = pi0_noise.Spread(config.A)
   networks = flow_policy.Networks(
-    functools.partial(_init, config, checkpoint, expert_only, head, spread),
+    functools.partial(_init, config, checkpoint, head, spread),
     encode,
     functools.partial(_velocity, config, spread),
     head and head.value,
@@ -166,7 +176,9 @@ def policy(
     round_params=functools.partial(pi0.compute_params, config),
     needs_raw_obs=norm_stats is not None,
   )
-  return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK) if lora else own
+  if lora:
+    return trunk_lora.wrap(own, lora, FROZEN_PARTS, TRUNK)
+  return frozen_parts.freeze(own, frozen, PARTS)
 
 
 def export(
@@ -201,7 +213,7 @@ def export(
     num_steps: as for `policy`.
   """
   own = trunk_lora.merge_if_adapted(params['policy'], part=TRUNK)
-  own = own | own.get(base.FROZEN, {})
+  own = frozen_parts.join(own)
   parts = {name: own[name] for name in (*FROZEN_PARTS, EXPERT)}
   pi0_files.write(folder, parts, config)
   if norm_stats is not None:
@@ -233,12 +245,7 @@ def _telling(norm_stats, relative, config: pi0.Config):
   return norm_stats | {'actions': norm_stats['actions'] | own}
 
 
-def _check_settings(config, expert_only: bool, lora, executed):
-  if expert_only and lora:
-    raise ValueError(
-      'With `expert_only` the trunk is frozen, and `lora` adapts it: give one '
-      'of them.'
-    )
+def _check_executed(config: pi0.Config, executed: int | None):
   if executed and executed > config.Z:
     raise ValueError(
       f'{executed} actions are to be executed, and a chunk has {config.Z}: '
@@ -306,18 +313,14 @@ def _in_units(
   return chunk if Z > 1 else chunk[..., 0, :]
 
 
-def _init(config, checkpoint, expert_only: bool, critic, spread, key):
-  """Parameters; those that are not trained are under `base.FROZEN`."""
+def _init(config, checkpoint, critic, spread, key):
+  """Parameters by part."""
   model_key, critic_key = jax.random.split(key)
   # Only shapes are needed while a program is traced.
   if checkpoint is None or deferred.only_shapes(key):
     params = pi0.init_params(config, model_key)
   else:
     params = pi0_files.read(checkpoint, config)
-  if expert_only:
-    frozen = {k: x for k, x in params.items() if k != EXPERT}
-    frozen = pi0.compute_params(config, frozen)
-    params = {EXPERT: params[EXPERT], base.FROZEN: frozen}
   if critic:
     params[base.CRITIC] = critic.init(critic_key)
   if spread:
@@ -354,7 +357,6 @@ def _encode(
 
   With `change`, pictures are changed at random; `key_B` has a key a row.
   """
-  params = params | params.get(base.FROZEN, {})
   leaves, embedded = tree_paths.flatten(obs), []
   for name in inputs.cameras:
     image = leaves[name].reshape(-1, *leaves[name].shape[-3:])

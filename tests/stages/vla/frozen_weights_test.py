@@ -20,6 +20,7 @@ from tests.stages.vla.pi0 import pi0_policy_test
 
 B, CHUNK = 2, 2
 LORA = lora_lib.Lora(rank=2)
+VISION, ALL = ('vision',), ('vision', 'projector', 'language')
 KEY = jax.random.key(0)
 # Parameters besides biases and scales that are added to activations.
 ADDED = {'position_PD', 'class_ID', 'register_GD'}
@@ -35,14 +36,13 @@ def narrow(config, *parts):
 OPENVLA = narrow(openvla_env_test.CONFIG, 'dino', 'siglip', 'llama')
 
 
-def openvla():
+def openvla(**trained):
   env = push.push(image_size=8)
   settings = {'config': OPENVLA, 'instruction': (1, 5, 3), 'critic': False}
-  own = openvla_env.policy(env, **settings)
-  return env, openvla_env.adapted(own, LORA), 1
+  return env, openvla_env.policy(env, **settings, **trained), 1
 
 
-def openvla_oft_policy():
+def openvla_oft_policy(**trained):
   env = push.push(image_size=8)
   chunked = action_chunks.chunked(env, CHUNK, 1.0)
   own = openvla_oft_env.policy(
@@ -50,7 +50,7 @@ def openvla_oft_policy():
     config=openvla_oft.Config(OPENVLA, Z=CHUNK, A=2),
     instruction=(1, 5, 3),
     critic=False,
-    lora=LORA,
+    **trained,
   )
   return env, own, CHUNK
 
@@ -69,10 +69,11 @@ def pi0(adaptive, **settings):
 
 
 CASES = {
-  'openvla': openvla,
-  'openvla_oft': openvla_oft_policy,
+  'openvla': functools.partial(openvla, lora=LORA),
+  'openvla_oft': functools.partial(openvla_oft_policy, lora=LORA),
+  'openvla_oft_vision': functools.partial(openvla_oft_policy, frozen=VISION),
   'pi0_lora': functools.partial(pi0, False, lora=LORA),
-  'pi05_expert': functools.partial(pi0, True, expert_only=True),
+  'pi05_expert': functools.partial(pi0, True, frozen=ALL),
 }
 
 
@@ -159,7 +160,7 @@ def test_all_that_a_policy_rounds_changes_no_bit(make, kept):
 
 
 def test_actions_of_merged_weights_change_no_bit():
-  env, own, _ = openvla_oft_policy()
+  env, own, _ = openvla_oft_policy(lora=LORA)
   params = own.init(KEY)
   # B starts at zero: draw one that changes the model.
   params[lora_lib.ADAPTER] = jax.tree.map(
@@ -174,7 +175,8 @@ def test_actions_of_merged_weights_change_no_bit():
   np.testing.assert_array_equal(got.logp, want.logp)
 
 
-def test_a_folder_in_bfloat16_is_exported_byte_for_byte(tmp_path):
+@pytest.mark.parametrize('trained', [{'lora': LORA}, {'frozen': VISION}])
+def test_a_folder_in_bfloat16_is_exported_byte_for_byte(tmp_path, trained):
   rng = np.random.default_rng(0)
   tensors = {
     name: (0.3 * rng.normal(size=shape)).astype(jnp.bfloat16)
@@ -184,15 +186,16 @@ def test_a_folder_in_bfloat16_is_exported_byte_for_byte(tmp_path):
   own = openvla_oft_env.pretrained(
     None,
     checkpoint=str(folder),
-    lora=LORA,
+    **trained,
     data_set='bridge_orig',
     towers=openvla_files.TOWERS,
     critic=False,
   )
   params = own.init(KEY)
-  llama = params[base.FROZEN][lora_lib.PARAMS]['llama']
-  assert llama['layers']['query_DHW'].dtype == jnp.bfloat16
-  # The adapter is zero, so what is exported is what was read.
+  frozen = params[base.FROZEN]
+  dino = frozen.get(lora_lib.PARAMS, frozen)['dino']
+  assert dino['patch_DOUU'].dtype == jnp.bfloat16
+  # An adapter is zero, so what is exported is what was read.
   out = tmp_path / 'exported'
   openvla_oft_env.export(
     out,

@@ -95,7 +95,7 @@ def test_what_is_trained_on_is_what_is_executed():
 
 def test_reinforcement_learning_acts_relative_to_the_state():
   make = functools.partial(
-    plain.policy, norm_stats=STATS, relative_actions=ONE, expert_only=True
+    plain.policy, norm_stats=STATS, relative_actions=ONE, frozen=plain.ALL
   )
   workflow = workflows.embodied_grpo(
     plain.ENV,

@@ -28,6 +28,7 @@ import tiny
 KEY = jax.random.key(0)
 CHUNK = vla_plans_test.CHUNK
 LORA = lora_lib.Lora(rank=2)
+ALL = ('vision', 'projector', 'language')
 ACT = 'rollout', 'attempt'
 PARTS = 'dino', 'siglip', 'llama', 'vision', 'trunk', 'expert'
 
@@ -110,7 +111,8 @@ CASES = {
   'pi0': (grpo, pi(), ACT, {}),
   'pi05': (ppo, pi05(), (*ACT, *SCORE), {}),
   'pi0_lora': (grpo, pi(lora=LORA), ACT, {}),
-  'pi05_expert': (ppo, pi05(expert_only=True), ACT, {}),
+  'pi05_expert': (ppo, pi05(frozen=ALL), ACT, {}),
+  'pi0_vision': (grpo, pi(frozen=ALL[:1]), ACT, {}),
   'pieces': (grpo, pi(), ACT, {'pieces': 2}),
   'meshes': (ppo, oft(), ACT, {'places': rounding_plans.MESHES}),
   'shared': (

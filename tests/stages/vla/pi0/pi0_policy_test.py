@@ -21,6 +21,7 @@ from tiny import read
 SIZE, CHUNK, B = 16, 2, 4
 ENV = action_chunks.chunked(push.push(horizon=4, image_size=SIZE), CHUNK, 0.9)
 KEY = jax.random.key(0)
+ALL = ('vision', 'projector', 'language')
 STATS = {
   'state': {'mean': [0.3, -0.2], 'std': [0.5, 2.0]},
   'actions': {'mean': [0.1, 0.0], 'std': [0.4, 1.5]},
@@ -121,7 +122,7 @@ def test_a_row_acts_by_its_key_and_its_picture():
 
 
 def test_only_the_expert_and_the_critic_learn_if_so_wished(tmp_path):
-  make = functools.partial(policy, expert_only=True)
+  make = functools.partial(policy, frozen=ALL)
   workflow = workflows.embodied_grpo(
     ENV,
     make,
@@ -196,8 +197,8 @@ def test_what_the_model_does_not_fit_is_refused():
     policy(adaptive=True, ignored=())
   with pytest.raises(ValueError, match='`state_tokens` are of π0.5: leave'):
     policy(state_tokens=STATE_TOKENS)
-  with pytest.raises(ValueError, match='`lora` adapts it: give one'):
-    policy(expert_only=True, lora=lora.Lora(rank=2))
+  with pytest.raises(ValueError, match='with adapters .*leave out one'):
+    policy(frozen=ALL, lora=lora.Lora(rank=2))
   with pytest.raises(ValueError, match='3 actions are to be executed, and a'):
     policy(executed=3)
   with pytest.raises(ValueError, match="images .*'image/wrist' is named"):
