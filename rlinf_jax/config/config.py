@@ -3,8 +3,8 @@
 A recipe is a gin file that names functions and binds their parameters. In
 addition to gin, this module
 - refuses a value that the annotation of its parameter excludes
-  (`config_types`), and macros that are not set or read themselves
-  (`config_macros`), when a recipe is read;
+  (`config_types`, `config_multiples`), and macros that are not set or read
+  themselves (`config_macros`), when a recipe is read;
 - refuses a binding or macro that nothing reads, before step 0, and suggests the
   nearest name that is read (`refuse_unused`);
 - lets bindings on the command line use the imports of the files;
@@ -29,6 +29,7 @@ from rlinf_jax.config import (
   config_bindings,
   config_errors,
   config_macros,
+  config_multiples,
   config_types,
   recipe_files,
   suggestions,
@@ -102,8 +103,9 @@ def parse(
   bound = config_bindings.parse(gin.config_str())
   if messages := config_macros.check(bound):
     raise ValueError(' '.join(messages))
-  if messages := config_types.check(bound, where):
-    raise ValueError(' '.join(messages))
+  for check in config_types.check, config_multiples.check:
+    if messages := check(bound, where):
+      raise ValueError(' '.join(messages))
   gin.finalize()
 
 

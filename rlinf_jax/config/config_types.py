@@ -92,7 +92,7 @@ def check(
         messages[key] = f'{place}{unknown[argument]}'
       if argument not in taken:
         continue
-      value, setter = _without_macros(bound, binding.value, key)
+      value, setter = without_macros(bound, binding.value, key)
       annotation = taken[argument]
       if _is_taken(annotation, value):
         continue
@@ -353,7 +353,7 @@ def _name(value: Any) -> str | None:
   return getattr(value, '__qualname__', None) if callable(value) else None
 
 
-def _without_macros(
+def without_macros(
   bound: config_bindings.Bindings, value: Any, key: config_bindings.Key
 ) -> _Value:
   """A value with those of its macros, and the key of what sets it."""
@@ -364,7 +364,7 @@ def _without_macros(
       if macro is None:
         return _Value(_Computed(scope, Any), key)
       macro_key = scope, config_bindings.MACRO, 'value'
-      return _without_macros(bound, macro.value, macro_key)
+      return without_macros(bound, macro.value, macro_key)
     function, name = (
       config_parameters.located(value.selector),
       value.selector.split('.')[-1],
@@ -372,7 +372,7 @@ def _without_macros(
     if function is None or value.evaluate:
       return _Value(_Computed(name, _returns(function)), key)
     return _Value(function, key)
-  inner = lambda x: _without_macros(bound, x, key).value
+  inner = lambda x: without_macros(bound, x, key).value
   if isinstance(value, dict):
     return _Value({inner(k): inner(x) for k, x in value.items()}, key)
   if isinstance(value, list | tuple):

@@ -254,7 +254,11 @@ def read(path: str | pathlib.Path) -> base.Demonstration:
 
 
 def source(
-  path: str, *, batch_size: int, held_out: int = 100, held_out_batch: int = 100
+  path: str,
+  *,
+  batch_size: int,
+  held_out: ranges.HeldOut = 100,
+  held_out_batch: ranges.PositiveInt = 100,
 ) -> base.Source:
   """A source of random steps for training and of seeds for evaluation.
 

@@ -14,7 +14,7 @@ FIRST_HELD_OUT = 2**30
 
 def seeds(
   *,
-  held_out: ranges.PositiveInt = 100,
+  held_out: ranges.HeldOut = 100,
   held_out_batch: ranges.PositiveInt = 100,
 ) -> base.Source:
   """Empty training batches, and the same held-out seeds for every run.

@@ -118,7 +118,7 @@ def problems(
   batch_size: ranges.PositiveInt,
   prompt_length: ranges.PositiveInt,
   digits: Digits = Digits(),
-  held_out: ranges.PositiveInt = 512,
+  held_out: ranges.HeldOut = 512,
   held_out_batch: ranges.PositiveInt = 256,
   template: str = TEMPLATE,
   chat: bool = False,
@@ -152,7 +152,7 @@ def examples(
   prompt_length: ranges.PositiveInt,
   response_length: ranges.PositiveInt,
   digits: Digits = Digits(),
-  held_out: ranges.PositiveInt = 512,
+  held_out: ranges.HeldOut = 512,
   held_out_batch: ranges.PositiveInt = 256,
 ) -> base.Source:
   """A source of worked examples to imitate, never of held-out problems.
