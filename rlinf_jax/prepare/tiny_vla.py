@@ -22,7 +22,7 @@ from stages.envs import demonstrations, push
 from stages.language import tokens
 from stages.models.files import weights_writer
 from stages.vla import instructions
-from stages.vla.openvla import openvla, openvla_files
+from stages.vla.openvla import openvla, openvla_files, openvla_settings
 
 # Other programs have a flag of this name, and tests import several of them.
 OUT = flags.DEFINE_string(
@@ -81,7 +81,7 @@ def model(
     'norm_stats': {'none': {'action': bounds}},
     'pad_to_multiple_of': PADDED,
     'timm_model_ids': [DINO, SIGLIP],
-    openvla_files.TOWER_ARGS: [TOWER, TOWER],
+    openvla_settings.TOWER_ARGS: [TOWER, TOWER],
     'torch_dtype': 'float32',
     'use_fused_vision_backbone': True,
     # Actions have tokens of their own behind those of texts.

@@ -111,7 +111,6 @@ def tiny_vla_bindings(folder) -> list[str]:
   return [
     f'MODEL = {str(folder / "model")!r}',
     f'DATA = {str(folder / "data")!r}',
-    'CHUNK = 2',
   ]
 
 
@@ -204,6 +203,8 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *given]
   if 'sft_openvla' in name + text or 'sft_pi0' in name:
     bindings = [*bindings, *tiny_vla_bindings(folder / 'vla')]
+    # OpenVLA decides one action at a time.
+    bindings += [] if 'sft_openvla.gin' in name + text else ['CHUNK = 2']
   if 'sft_pi0' in name:
     bindings = [*bindings, *pi0_tokenizer(folder / 'words')]
   if 'pi0_libero' in name:

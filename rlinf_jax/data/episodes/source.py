@@ -29,6 +29,23 @@ def cameras(folder: str, *, names: Sequence[str] | None = None) -> tuple:
   return tuple(f'image/{_short(x)}' for x in _cameras(folder, names))
 
 
+def only_camera(cameras: Sequence[str]) -> str:
+  """The path of the picture in observations of a model that reads one.
+
+  Args:
+    cameras: the paths of all that are read, see `cameras`.
+
+  Raises:
+    ValueError: if there are several.
+  """
+  if len(cameras) != 1:
+    raise ValueError(
+      f'The model reads one picture, and the folder has {", ".join(cameras)}: '
+      "name its feature, such as ('observation.images.top',) (CAMERAS in gin)."
+    )
+  return cameras[0]
+
+
 def _short(name: str) -> str:
   for prefix in PREFIXES:
     name = name.removeprefix(prefix)

@@ -5,7 +5,7 @@ are concatenated feature by feature and projected to the width of the language
 model. They stand after its first token, and the instruction follows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import functools
 import types
@@ -21,6 +21,7 @@ from stages.models import block as block_lib
 from stages.models import transformer
 from stages.models.layers import initialize, mixed_precision, rope, rounding
 from stages.models.vision import vit
+from stages.vla import augmentation
 from stages.vla import pictures as pictures_lib
 from stages.vla.openvla import action_tokens
 
@@ -195,6 +196,37 @@ def compute_params(config: Config, params: Any) -> Any:
     'llama': functools.partial(transformer.compute_params, config.llama),
   }
   return params | {k: f(params[k]) for k, f in rounds.items() if k in params}
+
+
+def augmented(config: Config) -> tuple[Config, Callable]:
+  """For training on pictures that are changed at random.
+
+  Returns:
+    The model without its central crop, which random ones replace, and
+    `images, key_B -> images`, see `augmentation.OpenVla`.
+
+  Raises:
+    ValueError: if the model does not see the center of pictures elsewhere.
+  """
+  share = config.pictures.crop
+  if share == 1.0:
+    raise ValueError(
+      'Pictures are to be cropped at random in training, and not in the center '
+      'elsewhere: set center_crop = True, or augment = False.'
+    )
+  change = augmentation.OpenVla(crop=share)
+  whole = dataclasses.replace(config.pictures, crop=1.0)
+
+  def changed(images: Sequence[jax.Array], key_B) -> tuple[jax.Array, ...]:
+    return tuple(
+      change(
+        pictures_lib.for_crops(image, whole.sizes[-1]),
+        jax.vmap(jax.random.fold_in, (0, None))(key_B, i),
+      )
+      for i, image in enumerate(images)
+    )
+
+  return dataclasses.replace(config, pictures=whole), changed
 
 
 def embed_patches(

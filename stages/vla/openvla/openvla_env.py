@@ -89,7 +89,7 @@ def policy(
 
 @settings_lib.passed_to(openvla_files.policy_and_stats)
 def pretrained(
-  env: env_lib.Env,
+  env: env_lib.Env | None,
   *,
   checkpoint: str,
   instruction: tuple[int, ...] | None = None,
@@ -100,11 +100,12 @@ def pretrained(
 ) -> base.Policy:
   """A policy from a checkpoint, one action at a time.
 
-  Actions are in the units of the checkpoint's data set, within the bounds of
-  the environment; demonstrated ones are −1 … 1 between its quantiles.
+  Actions are in the units of the checkpoint's data set, or of `norm_stats`,
+  within the bounds of the environment; demonstrated ones are −1 … 1 between its
+  quantiles.
 
   Args:
-    env: the environment.
+    env: the environment; None for data of a robot without one.
     checkpoint: folder of a model.
     instruction: as for `policy`.
     camera: likewise.
@@ -123,15 +124,17 @@ def pretrained(
       f'chunk is {chunk}, and a checkpoint of OpenVLA decides one action in a '
       'step: leave it out, or take an OpenVLA-OFT.'
     )
-  check_camera(env, camera)
-  instructions.check_env(env, instruction)
+  if env is not None:
+    check_camera(env, camera)
+    instructions.check_env(env, instruction)
   own, stats = openvla_files.policy_and_stats(
     checkpoint, adapter=lora.adapter if lora else None, **settings
   )
-  check_actions(env, len(stats.q01))
+  if env is not None:
+    check_actions(env, len(stats.q01))
   own = partly_trained(own, frozen, lora)
   own = adapt(own, functools.partial(_observe, camera, instruction), camera, 1)
-  return within_bounds(own, env)
+  return own if env is None else within_bounds(own, env)
 
 
 @settings_lib.passed_to(openvla_files.export)
@@ -142,6 +145,7 @@ def export(
   checkpoint: str,
   merge_lora: bool = True,
   adapter: str | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
   **settings,
 ):
   """Writes what a workflow has trained as a checkpoint.
@@ -154,14 +158,22 @@ def export(
       `lora_adapter` in PEFT's layout, and no weights.
     adapter: folder of the adapter that training started from; None for a new
       one.
+    norm_stats: as for `openvla_files.export`.
     **settings: of `openvla_files.export`.
   """
   if lora_lib.is_adapted(params['policy']) and not merge_lora:
-    export_apart(folder, params['policy'], checkpoint, adapter)
+    export_apart(folder, params['policy'], checkpoint, adapter, norm_stats)
     return
   own = trunk_lora.merge_if_adapted(params['policy'], part=LLAMA)
   own = frozen_parts.join(own)
-  openvla_files.export(folder, own, checkpoint, adapter=adapter, **settings)
+  openvla_files.export(
+    folder,
+    own,
+    checkpoint,
+    adapter=adapter,
+    norm_stats=norm_stats,
+    **settings,
+  )
 
 
 def partly_trained(
@@ -193,6 +205,7 @@ def export_apart(
   params: base.Params,
   checkpoint: str,
   adapter: str | None,
+  norm_stats: Mapping[str, Any] | None,
   finish: Callable[[pathlib.Path], None] = lambda part: None,
 ):
   """Writes a folder with the adapter alone, and the files beside it.
@@ -202,6 +215,7 @@ def export_apart(
     params: parameters of the policy.
     checkpoint: the model that is adapted.
     adapter: that which training started from; None for a new one.
+    norm_stats: as for `export`.
     finish: writes further files into the folder before it is complete.
   """
   with weights_writer.new_folder(pathlib.Path(folder)) as part:
@@ -213,6 +227,7 @@ def export_apart(
       start=adapter,
     )
     tuning_files.copy(part, openvla_files.COMPANIONS, checkpoint, adapter)
+    tuning_files.write_statistics(part, norm_stats)
     finish(part)
 
 

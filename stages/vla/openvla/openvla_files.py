@@ -31,6 +31,7 @@ from stages.vla.openvla import (
   action_tokens,
   openvla,
   openvla_policy,
+  openvla_settings,
   tuning_files,
 )
 
@@ -55,26 +56,7 @@ TOWERS = {
   'vit_so400m_patch14_siglip_224': openvla.SIGLIP,
   'vit_so400m_patch14_siglip_384': openvla.SIGLIP,
 }
-# Sizes of towers in the arguments of timm. They are for small models alone: no
-# published folder has them.
-TOWER_ARGS = 'timm_model_args'
-TIMM_SIZES = {
-  'embed_dim': 'D',
-  'depth': 'L',
-  'num_heads': 'H',
-  'mlp_ratio': 'F',
-  'patch_size': 'patch_size',
-}
-SETTINGS = {
-  'text_config': config_check.OBJECT,
-  'norm_stats': config_check.OBJECT,
-  'use_fused_vision_backbone': config_check.FLAG,
-  'image_resize_strategy': config_check.TEXT,
-  'pad_to_multiple_of': config_check.size(2**16),
-  'n_action_bins': config_check.size(2**16, 2),
-  'torch_dtype': config_check.DTYPE,
-  'dtype': config_check.DTYPE,
-}
+CROP = 0.9  # Share of a picture's area that evaluations show.
 
 
 class Model(NamedTuple):
@@ -96,6 +78,7 @@ def read(
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = TOWERS,
+  center_crop: bool = False,
 ) -> Model:
   """The model that a folder describes.
 
@@ -106,6 +89,8 @@ def read(
       for one in float16.
     remat: as in `transformer.Config`.
     towers: vision towers by their names in timm.
+    center_crop: whether the model sees the central 90 % of pictures, as in
+      evaluations of models that were trained on random crops of this size.
 
   Raises:
     CheckpointError: names all settings that are wrong or not supported.
@@ -119,7 +104,8 @@ def read(
       f'{path} describes a model of type {found!r}, expected '
       "'openvla': give the folder of an OpenVLA or OpenVLA-OFT."
     )
-  faults = [*config_check.wrong(raw, SETTINGS)] or [*_unsupported(raw, towers)]
+  faults = [*config_check.wrong(raw, openvla_settings.SETTINGS)]
+  faults = faults or [*openvla_settings.unsupported(raw, towers)]
   if faults:
     raise weights.CheckpointError(
       f'{path} cannot describe an OpenVLA: {"; ".join(faults)}.'
@@ -129,6 +115,7 @@ def read(
   text |= {'dtype': stored} if stored else {}
   llama = families.read(text, path, dtype=dtype, remat=remat)
   sizes = tuple(raw['image_sizes'])
+  crop = {'crop': CROP} if center_crop else {}
   own = {'dtype': llama.dtype, 'remat': remat}
   try:
     dino, siglip = (
@@ -136,7 +123,7 @@ def read(
       for name, size, args in zip(
         raw['timm_model_ids'],
         sizes,
-        raw.get(TOWER_ARGS) or ({}, {}),
+        raw.get(openvla_settings.TOWER_ARGS) or ({}, {}),
         strict=True,
       )
     )
@@ -146,8 +133,11 @@ def read(
       llama,
       raw.get('pad_to_multiple_of', 64),
       raw.get('n_action_bins', 256),
-      picture_files.read(
-        checkpoint, sizes, raw.get('image_resize_strategy', 'letterbox')
+      dataclasses.replace(
+        picture_files.read(
+          checkpoint, sizes, raw.get('image_resize_strategy', 'letterbox')
+        ),
+        **crop,
       ),
     )
   except weights.CheckpointError:
@@ -162,51 +152,10 @@ def read(
 
 def _tower(published: vit.Config, args: Mapping[str, Any]) -> vit.Config:
   """A tower with other sizes than the published one."""
-  sizes = {TIMM_SIZES[key]: x for key, x in args.items()}
+  sizes = {openvla_settings.TIMM_SIZES[key]: x for key, x in args.items()}
   if 'F' in sizes:
     sizes['F'] = round(sizes['F'] * sizes.get('D', published.D))
   return dataclasses.replace(published, **sizes)
-
-
-def _unsupported(raw: Mapping[str, Any], towers: Mapping[str, vit.Config]):
-  """Yields what the settings of a config.json describe that is not here."""
-  text = raw.get('text_config')
-  if text is None:
-    yield 'text_config is missing'
-  elif text.get('model_type', 'llama') != 'llama':
-    yield f'its language model is {text["model_type"]!r:.40}, expected llama'
-  if raw.get('use_fused_vision_backbone') is False:
-    yield 'use_fused_vision_backbone is false, expected two vision towers'
-  ids, sizes = raw.get('timm_model_ids'), raw.get('image_sizes')
-  if not (
-    isinstance(ids, list)
-    and len(ids) == 2
-    and all(isinstance(name, str) and name in towers for name in ids)
-  ):
-    known = ', '.join(towers)
-    yield f'timm_model_ids is {ids!r:.120}, expected two of {known}'
-  if not (
-    isinstance(sizes, list)
-    and len(sizes) == 2
-    and all(type(x) is int and 1 <= x <= 2**16 for x in sizes)
-  ):
-    yield f'image_sizes is {sizes!r:.40}, expected two numbers of pixels'
-  args = raw.get(TOWER_ARGS)
-  if args is not None and not (
-    isinstance(args, list)
-    and len(args) == 2
-    and all(isinstance(x, dict) and {*x} <= {*TIMM_SIZES} for x in args)
-    and all(
-      isinstance(n, int | float) and 0 < n <= 2**16
-      for x in args
-      for n in x.values()
-    )
-  ):
-    known = ', '.join(TIMM_SIZES)
-    yield f'{TOWER_ARGS} is {args!r:.80}, expected two objects of {known}'
-  overrides = raw.get('timm_override_act_layers')
-  if overrides not in (None, [None, None]):
-    yield f'timm_override_act_layers is {overrides!r:.40}, expected nulls'
 
 
 def names(config: openvla.Config) -> Names:
@@ -289,9 +238,11 @@ def policy_and_stats(
   *,
   adapter: str | None = None,
   data_set: str | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
   dtype: str | None = None,
   remat: str = remat_lib.AUTO,
   towers: Mapping[str, vit.Config] = TOWERS,
+  center_crop: bool = False,
   **settings,
 ) -> tuple[base.Policy, action_tokens.ActionStats]:
   """A policy from a checkpoint, and the statistics of its actions.
@@ -301,18 +252,27 @@ def policy_and_stats(
     adapter: as for `load_params`.
     data_set: whose statistics actions are un-normalized by; None if the model
       has those of one alone.
+    norm_stats: statistics by data set of a robot for which the model is
+      trained further; None for those of the folder.
     dtype: as for `read`.
     remat: likewise.
     towers: likewise.
+    center_crop: likewise.
     **settings: of `openvla_policy.policy`.
 
   Raises:
     CheckpointError: for a folder of another model, OpenVLA-OFT included.
   """
   _refuse_oft(checkpoint, adapter)
-  config, norm_stats = read(
-    checkpoint, adapter=adapter, dtype=dtype, remat=remat, towers=towers
+  config, stored = read(
+    checkpoint,
+    adapter=adapter,
+    dtype=dtype,
+    remat=remat,
+    towers=towers,
+    center_crop=center_crop,
   )
+  norm_stats = stored if norm_stats is None else norm_stats
   stats = action_tokens.action_stats(norm_stats, data_set)
   own = openvla_policy.policy(config, stats, **settings)
 
@@ -349,6 +309,7 @@ def export(
   checkpoint: str | pathlib.Path,
   *,
   adapter: str | None = None,
+  norm_stats: Mapping[str, Any] | None = None,
   towers: Mapping[str, vit.Config] = TOWERS,
   shard_bytes: int = 5 * 2**30,
   finish: Callable[[pathlib.Path], None] = lambda part: None,
@@ -362,6 +323,8 @@ def export(
     checkpoint: the original model, for its type, and for all that is not
       trained.
     adapter: folder of the adapter that training started from, see `read`.
+    norm_stats: statistics by data set of what it was trained on; None for those
+      of the original.
     towers: as for `read`.
     shard_bytes: maximum bytes of tensors in one file.
     finish: writes further files into the folder before it is complete.
@@ -382,6 +345,7 @@ def export(
     )
     (part / 'config.json').write_text(json.dumps(raw, indent=2))
     tuning_files.copy(part, COMPANIONS, source, adapter)
+    tuning_files.write_statistics(part, norm_stats)
     finish(part)
 
 

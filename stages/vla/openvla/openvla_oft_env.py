@@ -141,7 +141,7 @@ def export(
     checkpoint: the original model.
     merge_lora: as for `openvla_env.export`.
     adapter: likewise.
-    norm_stats: as for `openvla_oft_files.export`.
+    norm_stats: likewise.
     **settings: of `openvla_oft_files.export`.
 
   Raises:
@@ -158,8 +158,9 @@ def export(
       policy,
       checkpoint,
       adapter,
+      norm_stats,
       lambda part: tuning_files.write_heads(
-        part, policy, checkpoint, adapter=adapter, norm_stats=norm_stats
+        part, policy, checkpoint, adapter=adapter
       ),
     )
     return

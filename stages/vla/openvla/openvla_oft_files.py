@@ -31,8 +31,6 @@ from stages.vla.openvla import (
 )
 from stages.vla.openvla import film as film_lib
 
-CROP = 0.9  # Share of a picture's area that evaluations show.
-
 
 def read(
   checkpoint: str | pathlib.Path,
@@ -59,19 +57,20 @@ def read(
     dtype: as for `openvla_files.read`.
     remat: likewise.
     towers: likewise.
-    center_crop: whether the model sees the central 90 % of pictures, as in
-      evaluations of models that were trained on random crops of this size.
+    center_crop: likewise.
 
   Raises:
     CheckpointError: if the folder describes no such model, or one with FiLM
       and an adapter.
   """
   own, stored = openvla_files.read(
-    checkpoint, adapter=adapter, dtype=dtype, remat=remat, towers=towers
+    checkpoint,
+    adapter=adapter,
+    dtype=dtype,
+    remat=remat,
+    towers=towers,
+    center_crop=center_crop,
   )
-  if center_crop:
-    seen = dataclasses.replace(own.pictures, crop=CROP)
-    own = dataclasses.replace(own, pictures=seen)
   norm_stats = stored if norm_stats is None else norm_stats
   found, film = tuning_files.heads(checkpoint, adapter), None
   for folder in tuning_files.tuned(checkpoint, adapter):
@@ -266,16 +265,13 @@ def export(
     checkpoint: the original model, for its types and names, and for all that
       the policy does not have.
     adapter: as for `openvla_files.export`.
-    norm_stats: statistics by data set of what it was trained on; None for those
-      of the original.
+    norm_stats: likewise.
     towers: as for `read`.
     shard_bytes: maximum bytes of tensors in one file.
   """
 
   def finish(part: pathlib.Path):
-    tuning_files.write_heads(
-      part, params, checkpoint, adapter=adapter, norm_stats=norm_stats
-    )
+    tuning_files.write_heads(part, params, checkpoint, adapter=adapter)
     if openvla_oft.FILM in params:
       file, tensors = _film_file(checkpoint, params, towers)
       torch_file.write(part / file, tensors)
@@ -289,6 +285,7 @@ def export(
     own,
     checkpoint,
     adapter=adapter,
+    norm_stats=norm_stats,
     towers=towers,
     shard_bytes=shard_bytes,
     finish=finish,

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from stages import base, granularity
 from stages.language import sample, value_model
-from stages.vla import augmentation, pictures
 from stages.vla.openvla import action_tokens, openvla, openvla_oft
 
 
@@ -121,26 +120,11 @@ def policy(
 
 def _augmented(config: openvla_oft.Config) -> Callable:
   """Returns `obs, key_B -> obs, config` for training on changed pictures."""
-  share = config.openvla.pictures.crop
-  if share == 1.0:
-    raise ValueError(
-      'Pictures are to be cropped at random in training, and not in the center '
-      'elsewhere: set center_crop = True, or augment = False.'
-    )
-  change = augmentation.OpenVla(crop=share)
-  whole = dataclasses.replace(config.openvla.pictures, crop=1.0)
-  own = dataclasses.replace(config.openvla, pictures=whole)
-  uncropped = dataclasses.replace(config, openvla=own)
+  whole, change = openvla.augmented(config.openvla)
+  uncropped = dataclasses.replace(config, openvla=whole)
 
   def augmented(obs: openvla_oft.Observation, key_B):
-    images = tuple(
-      change(
-        pictures.for_crops(image, whole.sizes[-1]),
-        jax.vmap(jax.random.fold_in, (0, None))(key_B, i),
-      )
-      for i, image in enumerate(obs.images)
-    )
-    return obs._replace(images=images), uncropped
+    return obs._replace(images=change(obs.images, key_B)), uncropped
 
   return augmented
 

@@ -49,6 +49,7 @@ def policy(
   value_of: granularity.ValueOf = 'chunk',
   sampling: sample.Sampling = sample.Sampling(),
   critic: bool = True,
+  augment: bool = False,
 ) -> base.Policy:
   """A policy `Observation -> action`, int32 [B, A] tokens of A dimensions.
 
@@ -68,7 +69,14 @@ def policy(
     sampling: distribution to sample tokens from, and to score them under.
     critic: whether there is a value of the observation: a vector times the
       normalized state that predicts the first token.
+    augment: whether `imitation_loss` changes pictures at random in training, as
+      `augmentation.OpenVla`. Its crops replace the central one, which the
+      policy must have elsewhere.
+
+  Raises:
+    ValueError: if pictures are to be cropped at random and not in the center.
   """
+  augmented = openvla.augmented(config) if augment else None
   llama = config.llama
   model = transformer.Transformer(llama)
   A = len(stats.q01)
@@ -89,7 +97,7 @@ def policy(
     one_B = jnp.ones_like(logp_BA[:, 0])
     return base.Experience(obs, action_BA, reduce(logp_BA), one_B, 0.0 * one_B)
 
-  def evaluate(params, obs: Observation, action_BA, *, group_size=1):
+  def score(config, params, obs: Observation, action_BA, group_size):
     prefix = _prefix(config, params, obs, group_size)
     x_BAD = _states(model, params['llama'], prefix, action_BA, group_size)
     logit_BAV = openvla.action_logits(config, params, x_BAD)
@@ -98,6 +106,9 @@ def policy(
     logp, entropy = sample.logp(logit_BAV, bin_BA), sample.entropy(logit_BAV)
     values = openvla.values(config, params, x_BAD[:, :1]) if critic else None
     return base.Evaluation(reduce(logp), reduce(entropy), values)
+
+  def evaluate(params, obs: Observation, action_BA, *, group_size=1):
+    return score(config, params, obs, action_BA, group_size)
 
   def value(params, obs: Observation):
     prefix = _prefix(config, params, obs, 1)
@@ -112,8 +123,12 @@ def policy(
     )
 
   def imitation_loss(params, obs, action_BA, key_B, *, train=False):
-    del key_B, train  # A likelihood draws nothing.
-    logp = evaluate(params, obs, config.tokens.encode(action_BA)).logp
+    seen = config
+    if train and augmented:
+      seen, change = augmented
+      obs = obs._replace(image=change((obs.image,), key_B)[0])
+    token_BA = config.tokens.encode(action_BA)
+    logp = score(seen, params, obs, token_BA, 1).logp
     return -granularity.whole(logp, 1)
 
   def to_env_action(action):

@@ -157,6 +157,15 @@ def statistics(checkpoint: str | pathlib.Path, adapter: str | None) -> Any:
   return None
 
 
+def write_statistics(
+  folder: pathlib.Path, norm_stats: Mapping[str, Any] | None
+):
+  """Writes statistics by data set; None writes nothing."""
+  if norm_stats is not None:
+    text = json.dumps(norm_stats, indent=2)
+    (folder / STATISTICS).write_text(text)
+
+
 def copy(
   folder: pathlib.Path,
   names: tuple[str, ...],
@@ -226,17 +235,13 @@ def write_heads(
   checkpoint: str | pathlib.Path,
   *,
   adapter: str | None = None,
-  norm_stats: Mapping[str, Any] | None = None,
 ):
-  """Writes heads, trained or stored, and statistics if they are given."""
+  """Writes heads, trained or stored."""
   found = heads(checkpoint, adapter)
   for name in FILES:
     if name in found or name in params:
       file, tensors = _head_file(name, found.get(name), params)
       torch_file.write(folder / file, tensors)
-  if norm_stats is not None:
-    text = json.dumps(norm_stats, indent=2)
-    (folder / STATISTICS).write_text(text)
 
 
 def _head_file(

@@ -7,6 +7,7 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from safetensors import numpy as st
 
 import claims
 from rlinf_jax import evaluate, train
@@ -21,8 +22,10 @@ from stages.models.files import weights
 from stages.vla import instructions
 from stages.vla.openvla import (
   action_tokens,
+  openvla_env,
   openvla_files,
   openvla_oft_env,
+  openvla_settings,
   tuning_files,
 )
 
@@ -101,6 +104,56 @@ def test_fine_tuning_exports_the_published_layout(
   assert learned == film
   command = policy.to_env_action(policy.act(params, obs, keys).action)
   assert command.shape == (2, 2, 2) and np.isfinite(command).all()
+
+
+@pytest.mark.slow
+def test_openvla_is_fine_tuned_without_its_towers_and_acts(folder, tmp_path):
+  bindings = [
+    f'MODEL = {str(folder / "model")!r}',
+    f'DATA = {str(folder / "data")!r}',
+    'STEPS = 3',
+    'LORA_RANK = None',
+    "FROZEN = ('vision',)",
+    'AUGMENT = True',
+    'train.train.plan = None',
+  ]
+  run = tmp_path / 'run'
+  config.parse(['gin_configs/sft_openvla.gin'], bindings, str(run))
+  config.call(train.train, workdir=str(run))
+  metrics = map(json.loads, (run / 'metrics.jsonl').read_text().splitlines())
+  losses = [x['eval/loss'] for x in metrics if 'eval/loss' in x]
+  assert len(losses) == 2 and losses[1] < losses[0]
+  stored = [
+    st.load_file(x / 'model.safetensors')
+    for x in (folder / 'model', run / 'model')
+  ]
+  differ = {k for k, x in stored[0].items() if (x != stored[1][k]).any()}
+  assert not {k for k in differ if k.startswith('vision_backbone.')}
+  assert {k.split('.')[0] for k in differ} == {'language_model', 'projector'}
+
+  # It acts in the units of its data, which the folder tells by their name.
+  model = str(run / 'model')
+  want = statistics.norm_stats(str(folder / 'data'), state=None)
+  assert weights.read_json(run / 'model' / tuning_files.STATISTICS) == want
+  encode = functools.partial(instructions.openvla, checkpoint=model)
+  env = push.push(image_size=32, instructions=encode)
+  policy = openvla_env.pretrained(
+    env, checkpoint=model, data_set='data', center_crop=True
+  )
+  _, obs = env.init(np.arange(2, dtype=np.int32))
+  keys = jax.random.split(jax.random.key(0), 2)
+  x = policy.act(policy.init(jax.random.key(0)), obs, keys)
+  own = action_tokens.action_stats(want, 'data')
+  command = np.asarray(policy.to_env_action(x.action))
+  assert command.shape == (2, 2)
+  assert (command >= np.maximum(own.q01, -1)).all()
+  assert (command <= np.minimum(own.q99, 1)).all()
+
+
+def test_several_cameras_are_refused_where_a_model_sees_one():
+  assert source.only_camera(('image/top',)) == 'image/top'
+  with pytest.raises(ValueError, match='has image/top, image/wrist: name its'):
+    source.only_camera(('image/top', 'image/wrist'))
 
 
 @pytest.mark.slow
@@ -201,7 +254,7 @@ def test_sizes_of_towers_that_have_no_meaning_are_refused(
   folder, tmp_path, args, message
 ):
   raw = weights.read_json(folder / 'model' / 'config.json')
-  raw[openvla_files.TOWER_ARGS] = args
+  raw[openvla_settings.TOWER_ARGS] = args
   path = pathlib.Path(tmp_path) / 'config.json'
   path.write_text(json.dumps(raw))
   with pytest.raises(weights.CheckpointError, match=message):

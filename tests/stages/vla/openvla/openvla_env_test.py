@@ -1,5 +1,6 @@
 """OpenVLA in the push world, with pictures."""
 
+import dataclasses
 import functools
 
 import jax
@@ -53,6 +54,31 @@ def test_grpo_learns_from_log_probabilities_that_are_those_of_sampling():
     lambda a, b: bool((a != b).any()), state.actor.params, new.actor.params
   )
   assert moved['llama']['unembed_DV'] and moved['dino']['patch_DOUU']
+
+
+@pytest.mark.slow
+def test_only_training_sees_changed_pictures():
+  env = push.push(image_size=8)
+  seen = dataclasses.replace(CONFIG.pictures, crop=0.9)
+  settings = {'config': dataclasses.replace(CONFIG, pictures=seen)}
+  plain, own = (
+    POLICY(env, critic=False, augment=augment, **settings)
+    for augment in (False, True)
+  )
+  params = plain.init(jax.random.key(0))
+  _, obs = env.init(jnp.arange(2))
+  keys = jax.random.split(jax.random.key(1), 2)
+  losses = jax.jit(
+    lambda params: [
+      policy.imitation_loss(params, obs, jnp.zeros((2, 2)), keys, train=train)
+      for policy, train in ((plain, True), (own, False), (own, True))
+    ]
+  )
+  want, scored, trained = losses(params)
+  np.testing.assert_array_equal(want, scored)
+  assert (np.abs(trained - want) > 1e-5).all()
+  with pytest.raises(ValueError, match='set center_crop = True, or augment'):
+    POLICY(env, augment=True)
 
 
 @pytest.mark.slow
