@@ -223,7 +223,8 @@ def flows(name, bindings, folder, *more):
     bindings = [*bindings, *given]
   if 'ppo_openvla_maniskill' in name:
     bindings = [*bindings, *openvla_rl_bindings(folder / 'model')]
-  if 'PutOnPlate' in recipe_files.with_includes(name):
+  on_plate = 'PutOnPlate' in recipe_files.with_includes(name)
+  if on_plate or 'pi0_push_cube' in name:
     # They read pictures, and few machines can render them.
     pictured_push.replace_pools(
       stack.enter_context(pytest.MonkeyPatch.context())
