@@ -36,7 +36,8 @@ def check(
   if frozen and lora:
     raise ValueError(
       f'`frozen` names {", ".join(frozen)}, and with adapters (`lora`) vision, '
-      'projector and language model are all frozen: leave out one of the two.'
+      'projector and language model are all frozen: leave out `frozen`, or the '
+      'adapters (LORA_RANK = None in gin).'
     )
   if not others and {'vision', 'projector', 'language'} <= {*frozen}:
     raise ValueError(

@@ -197,7 +197,7 @@ def test_what_the_model_does_not_fit_is_refused():
     policy(adaptive=True, ignored=())
   with pytest.raises(ValueError, match='`state_tokens` are of π0.5: leave'):
     policy(state_tokens=STATE_TOKENS)
-  with pytest.raises(ValueError, match='with adapters .*leave out one'):
+  with pytest.raises(ValueError, match='with adapters .*leave out `frozen`'):
     policy(frozen=ALL, lora=lora.Lora(rank=2))
   with pytest.raises(ValueError, match='3 actions are to be executed, and a'):
     policy(executed=3)
