@@ -112,6 +112,9 @@ def env(
       task.render(task_state), size, task.extent, task.background
     )
 
+  # Jitted, as `step` is: a chunk of actions is many steps, and each of them
+  # observes twice. So both are traced and lowered once for all of them.
+  @jax.jit
   def observe(task_state):
     if image_size is None:
       return task.observe(task_state)
@@ -135,7 +138,7 @@ def env(
   obs_spec = jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.int32))[1]
   return env_lib.Env(
     jax.vmap(init),
-    jax.vmap(step),
+    jax.jit(jax.vmap(step)),
     obs_spec,
     action_low,
     action_high,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from stages.envs import action_chunks, push, reach, seed_source
+from stages.envs import action_chunks, drawing, push, reach, seed_source
 
 ENVS = {'push': push.push, 'reach': reach.reach}
 HORIZON = 5
@@ -152,6 +152,18 @@ def test_a_chunk_is_its_steps_up_to_the_end_of_the_episode(make):
   )
   # The sixth action was dropped: the second episode is at its start.
   np.testing.assert_allclose(got.obs[1], single.obs[4], rtol=1e-5, atol=1e-6)
+
+
+def test_an_image_is_traced_once_for_all_steps_of_a_chunk(monkeypatch):
+  """Each step draws two: the last of an episode and the first of the next."""
+  drawn, draw = [], drawing.image
+  monkeypatch.setattr(
+    drawing, 'image', lambda *args: drawn.append(1) or draw(*args)
+  )
+  env = action_chunks.chunked(push.push(image_size=8), 4, 0.9)
+  state, _ = jax.eval_shape(env.init, seeds())
+  jax.eval_shape(env.step, state, jax.ShapeDtypeStruct((8, 4, 2), float))
+  assert len(drawn) == 1
 
 
 def test_chunks_of_another_length_are_refused():
