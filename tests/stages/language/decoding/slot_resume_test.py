@@ -152,13 +152,15 @@ def test_rows_may_arrive_in_any_order():
     same(got, jax.tree.map(lambda x, order=order: x[order], want))
 
 
+ALL = 'windows, right padding, top-k and top-p'
 OTHERS = {
+  ALL: ({'sampling': CUT}, GEMMA),
   'right padding, top-k and top-p': ({'sampling': CUT}, {}),
   'windows': ({}, GEMMA),
 }
 
 
-@pytest.mark.parametrize('name', OTHERS)
+@pytest.mark.parametrize('name', claims.some(OTHERS, [ALL]))
 def test_other_settings_stop_alike(name):
   settings, model = OTHERS[name]
   config = dataclasses.replace(CONFIG, **model)
