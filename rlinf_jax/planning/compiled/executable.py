@@ -47,8 +47,8 @@ class Executable(NamedTuple):
       attention writes none to memory.
     unknown_loops: number of loops whose trip count cannot be seen, which count
       once.
-    cycles: of everything but communication; None where the compiler has no
-      estimates.
+    cycles: of everything but communication, by kind; none where the compiler
+      has no estimates.
   """
 
   memory: Memory
@@ -57,7 +57,7 @@ class Executable(NamedTuple):
   large_arrays: list[large_arrays.LargeArray]
   scores: large_arrays.LargeArray | None
   unknown_loops: int
-  cycles: cycles_lib.Cycles | None = None
+  cycles: Sequence[cycles_lib.Cycles] = ()
 
 
 def read(

@@ -16,7 +16,7 @@ from planner.ir import graph
 from planner.ir import plan as plan_lib
 from planner.lower import passes, rounding
 from planner.search import result as result_lib
-from rlinf_jax.planning.compiled import errors, partitioner
+from rlinf_jax.planning.compiled import cycles, errors, partitioner
 from rlinf_jax.planning.compiled import executable as executable_lib
 from rlinf_jax.runtime import programs
 from rlinf_jax.runtime.places import place as place_lib
@@ -36,8 +36,8 @@ class CompiledStage(NamedTuple):
       to change their layout.
     modeled: what the cost model says of the call.
     usable: bytes of a device that plans may use.
-    least_seconds: of a call by the compiler's estimates, if its communication
-      is hidden; None where there are none.
+    least: seconds of a call by the compiler's estimates, if its communication
+      is hidden, by kind of operation; none where there are no estimates.
   """
 
   name: str
@@ -49,7 +49,7 @@ class CompiledStage(NamedTuple):
   rematerialized: list[str]
   modeled: per_device.DeviceCosts
   usable: float
-  least_seconds: float | None = None
+  least: Sequence[cycles.Least] = ()
 
   @property
   def total(self) -> float:
@@ -189,9 +189,10 @@ class PlanCompiler:
   def _stage(self, plan, place, flow, node, compiled) -> CompiledStage:
     seconds, read, rematerialized = self._read[id(compiled)]
     rows, modeled = flow.rows_of(node), self._modeled(plan, flow, node)
-    device, least = self.model.cluster.device, None
-    if read.cycles and device.clock_hertz:
-      least = read.cycles.seconds(device.clock_hertz, device.peak('bfloat16'))
+    device, least = self.model.cluster.device, ()
+    if device.clock_hertz:
+      peak = device.peak('bfloat16')
+      least = tuple(x.least(device.clock_hertz, peak) for x in read.cycles)
     return CompiledStage(
       node.name,
       place,

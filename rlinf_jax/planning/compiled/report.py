@@ -27,7 +27,7 @@ COLUMNS = (
 # Of them, the bytes of a stage.
 SIZES = COLUMNS[2:9]
 LEFT = 2  # Columns of words.
-SMALL = 0.01  # Of the bytes sent by a stage: such collectives are not listed.
+SMALL = 0.01  # Of a stage's bytes sent, or seconds: such parts are not listed.
 LITTLE = 0.1  # Of the largest stage's bytes: notes on such stages are left out.
 LONGEST_NAME = 80  # Characters of an operation's name.
 
@@ -90,7 +90,8 @@ def _stage(stage: plan_compiler.CompiledStage) -> dict[str, Any]:
     },
     'matmul_flops': executable.matmul_flops,
     'modeled_matmul_flops': stage.modeled.matmul_flops,
-    'least_seconds': stage.least_seconds,
+    'least_seconds': sum(x.seconds for x in stage.least) or None,
+    'least': [x._asdict() for x in stage.least],
     'collective_bytes': sum(x.bytes for x in executable.collectives),
     'modeled_collective_bytes': stage.modeled.collective_bytes,
     'collectives': [x._asdict() for x in executable.collectives],
@@ -169,10 +170,7 @@ def _notes(stage: Mapping[str, Any]) -> list[str]:
   name, scores = stage['name'], stage['scores']
   lines = [*_collectives(stage), *_arrays(stage)]
   if stage['least_seconds']:
-    lines.append(
-      f'{name} takes {formatting.seconds(stage["least_seconds"])} at least, by '
-      "the compiler's estimates without communication."
-    )
+    lines.append(_least(stage))
   if scores:
     lines.append(
       f'{name} materializes attention scores of length × length: '
@@ -200,6 +198,25 @@ def _collectives(stage) -> list[str]:
     if x['bytes'] > least
   ]
   return [f'{stage["name"]} sends: {", ".join(parts)}.'] if parts else []
+
+
+def _least(stage) -> str:
+  """Returns a sentence on the seconds of a call, and of its operations."""
+  total = stage['least_seconds']
+  parts = [
+    f'{x["kind"]}, {_times(x["times"])}: {formatting.seconds(x["seconds"])}'
+    + f' ({formatting.seconds(x["at_peak"])} at the peak)' * bool(x['at_peak'])
+    for x in stage['least']
+    if x['seconds'] > SMALL * total
+  ]
+  return (
+    f'{stage["name"]} takes {formatting.seconds(total)} at least, by the '
+    f"compiler's estimates without communication ({'; '.join(parts)})."
+  )
+
+
+def _times(n: int) -> str:
+  return 'once' if n == 1 else f'{n:,} times'
 
 
 def _arrays(stage) -> list[str]:

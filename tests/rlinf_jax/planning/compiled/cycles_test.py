@@ -23,16 +23,31 @@ def program():
 
 
 def test_estimates_count_as_often_as_their_loop_turns():
-  found = cycles.cycles(hlo.parse(program()))
-  assert found == cycles.Cycles(3 * 70, hlo_test.PRODUCT)
-  assert found.seconds(100.0, hlo_test.PRODUCT) == 2.1 + 1
+  in_loop, fused = cycles.cycles(hlo.parse(program()))
+  assert in_loop[:3] == ('products', 3, 3 * 70) and in_loop.flops
+  assert fused == ('kernels', 1, 0, hlo_test.PRODUCT)
+  assert in_loop.least(100.0, in_loop.flops) == ('products', 3, 2.1, 1.0)
+  assert fused.least(100.0, 2 * hlo_test.PRODUCT) == ('kernels', 1, 0.5, 0.5)
 
 
 def test_an_estimate_of_a_fusion_has_its_product():
   text = program().replace(UNKNOWN, '"estimated_cycles":"5"')
-  assert cycles.cycles(hlo.parse(text)) == cycles.Cycles(3 * 70 + 5, 0.0)
+  in_loop, fused = cycles.cycles(hlo.parse(text))
+  assert in_loop[:3] == ('products', 3, 3 * 70)
+  assert fused == ('products', 1, 5, hlo_test.PRODUCT)
+
+
+def test_computing_and_copying_are_apart():
+  added = """\
+  %c = bf16[4,8]{1,0} convert(%x), backend_config={"estimated_cycles":"7"}
+  %d = f32[4,8]{1,0} copy(%x), backend_config={"estimated_cycles":"2"}
+  ROOT %t"""
+  text = program().replace('  ROOT %t', added)
+  found = {x.kind: x[1:] for x in cycles.cycles(hlo.parse(text))}
+  assert found['elementwise'] == (3, 3 * 7, 0.0)
+  assert found['copies'] == (3, 3 * 2, 0.0)
 
 
 def test_a_program_without_estimates_has_no_cycles():
   text = program().replace('"estimated_cycles"', '"cycles"')
-  assert cycles.cycles(hlo.parse(text)) is None
+  assert cycles.cycles(hlo.parse(text)) == []
