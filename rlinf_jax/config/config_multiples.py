@@ -30,7 +30,7 @@ def check(
         if isinstance(other, ranges.MultipleOf):
           pair = name, other.name
           messages += _message(bound, where, scope, selector, pair)
-  return messages
+  return list(dict.fromkeys(messages))  # Scopes may share both numbers.
 
 
 def _message(bound, where, scope, selector, pair) -> list[str]:

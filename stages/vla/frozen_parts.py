@@ -11,18 +11,20 @@ part comes before a frozen one, no gradient is computed through it.
 """
 
 from collections.abc import Collection, Mapping
+import typing
 from typing import Literal
 
 from stages import base
 from stages.models import lora as lora_lib
 
 Part = Literal['vision', 'projector', 'language']
+PARTS = typing.get_args(Part)
 
 
 def check(
   frozen: Collection[Part], lora: lora_lib.Lora | None, others: Collection[str]
 ):
-  """Refuses to freeze parts beside adapters, or all that a model has.
+  """Refuses to freeze unknown parts, any beside adapters, or all of a model.
 
   Args:
     frozen: parts that are to be frozen.
@@ -30,16 +32,22 @@ def check(
     others: names of what the model has beside the three parts.
 
   Raises:
-    ValueError: if adapters freeze these parts already, or nothing but a critic
-      would be trained.
+    ValueError: if there is no such part, adapters freeze these parts already,
+      or nothing but a critic would be trained.
   """
+  unknown = [x for x in frozen if x not in PARTS]
+  if unknown:
+    raise ValueError(
+      f'`frozen` is {frozen!r}, and {unknown[0]!r} is no part: give a tuple of '
+      f"{', '.join(map(repr, PARTS))}, such as ('vision',)."
+    )
   if frozen and lora:
     raise ValueError(
       f'`frozen` names {", ".join(frozen)}, and with adapters (`lora`) vision, '
       'projector and language model are all frozen: leave out `frozen`, or the '
-      'adapters (LORA_RANK = None in gin).'
+      'adapters (LORA_RANK = None in gin, and no LORA_ADAPTER).'
     )
-  if not others and {'vision', 'projector', 'language'} <= {*frozen}:
+  if not others and {*PARTS} <= {*frozen}:
     raise ValueError(
       '`frozen` names vision, projector and language, and this model has no '
       'other part that decides actions: leave out one of them.'

@@ -250,6 +250,11 @@ def test_held_out_episodes_are_counted_before_a_simulator_starts():
   config.parse([PUSH], scoped, '/runs/x')
   with pytest.raises(ValueError, match='is 130, .* `held_out_batch`, 12: ch'):
     config.parse([PUSH], [*scoped, f'a/{SEEDS}_batch = 12'], '/runs/x')
+  # Two calls that share both numbers are one fault.
+  sums = 'arithmetic.problems'
+  shared = [f'{scope}/{sums}.batch_size = 4' for scope in 'ab']
+  with pytest.raises(ValueError, match='^(?!.*is 130.*is 130).*is 130, and'):
+    config.parse([SUMS], [*shared, f'{sums}.held_out = 130'], '/runs/x')
 
 
 CYCLES = [

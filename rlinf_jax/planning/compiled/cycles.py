@@ -8,8 +8,21 @@ from rlinf_jax.planning.compiled import hlo, matmul_flops
 
 ESTIMATE = re.compile(r'"estimated_cycles":"?(\d+)')
 UNKNOWN = 2**50  # Larger estimates stand for none.
-# Opcodes of operations that compute, if no product is among them.
-COMPUTING = ('fusion', 'convert', 'exponential')
+# Opcodes of operations that compute nothing.
+COPYING = (
+  'broadcast',
+  'concatenate',
+  'copy',
+  'dynamic-slice',
+  'dynamic-update-slice',
+  'gather',
+  'iota',
+  'pad',
+  'reshape',
+  'reverse',
+  'slice',
+  'transpose',
+)
 
 
 class Cycles(NamedTuple):
@@ -99,5 +112,5 @@ def _with_kind(instruction, times, estimated, flops):
   if flops:
     kind = 'products'
   else:
-    kind = 'elementwise' if instruction.opcode in COMPUTING else 'copies'
+    kind = 'copies' if instruction.opcode in COPYING else 'elementwise'
   return kind, times, estimated, flops

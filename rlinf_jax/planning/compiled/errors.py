@@ -3,9 +3,11 @@
 import re
 
 LONGEST_MESSAGE = 400  # Characters of a compiler's message.
-# In which XLA for TPUs says how much memory of a device a program needs.
+# In which XLA for TPUs says how much memory of a device a program needs. Of a
+# kernel that needs too much vmem, which is on the chip, it says the same.
 NEEDED = re.compile(
-  r'\bUsed ([\d.]+)([KMGT]) of |\(([\d.]+)([KMGT])\) exceeds available HBM'
+  r'\bUsed ([\d.]+)([KMGT]) of [\d.]+[KMGT] hbm'
+  r'|\(([\d.]+)([KMGT])\) exceeds available HBM'
 )
 
 

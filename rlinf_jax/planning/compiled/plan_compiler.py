@@ -216,7 +216,9 @@ class PlanCompiler:
     if needed is None:
       return None
     others = self._modeled(plan, flow, node).others
-    return needed + others - self.model.cluster.capacity
+    lacks = needed + others - self.model.cluster.capacity
+    # The compiler's chip may have less memory than the cluster file says.
+    return lacks if lacks > 0 else None
 
   def _overflow(self, plan, stage: CompiledStage) -> str | None:
     """Says how much memory is lacking, if it is."""

@@ -149,6 +149,8 @@ def test_film_is_trained_in_towers_that_are_frozen():
   [
     (openvla, {'frozen': ALL}, '`frozen` names .* no other part that decides'),
     (oft, {'frozen': ALL}, '`frozen` names .* no other part that decides'),
+    # A tuple of one without its comma.
+    (openvla, {'frozen': ('vision')}, "'v' is no part: .* such as .'vision',"),
     (
       functools.partial(pi0, False),
       {'frozen': VISION, 'lora': lora_lib.Lora(rank=2)},
@@ -156,8 +158,8 @@ def test_film_is_trained_in_towers_that_are_frozen():
     ),
     (
       oft,
-      {'frozen': VISION, 'lora': lora_lib.Lora(rank=2)},
-      r'with adapters .* all frozen: .* \(LORA_RANK = None in gin',
+      {'frozen': VISION, 'lora': lora_lib.Lora(adapter='/adapter')},
+      r'with adapters .* \(LORA_RANK = None in gin, and no LORA_ADAPTER\)',
     ),
   ],
 )

@@ -40,11 +40,12 @@ def test_an_estimate_of_a_fusion_has_its_product():
 def test_computing_and_copying_are_apart():
   added = """\
   %c = bf16[4,8]{1,0} convert(%x), backend_config={"estimated_cycles":"7"}
+  %s = f32[4,8]{1,0} sort(%x), backend_config={"estimated_cycles":"5"}
   %d = f32[4,8]{1,0} copy(%x), backend_config={"estimated_cycles":"2"}
   ROOT %t"""
   text = program().replace('  ROOT %t', added)
   found = {x.kind: x[1:] for x in cycles.cycles(hlo.parse(text))}
-  assert found['elementwise'] == (3, 3 * 7, 0.0)
+  assert found['elementwise'] == (3, 3 * (7 + 5), 0.0)
   assert found['copies'] == (3, 3 * 2, 0.0)
 
 

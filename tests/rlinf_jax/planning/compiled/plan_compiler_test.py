@@ -138,20 +138,29 @@ def search(plan, seconds):
   return result_lib.SearchResult(**(fields | {'infeasible': []}))
 
 
-def test_a_compilers_error_is_a_sentence(monkeypatch):
+def refused(monkeypatch, used):
   def refuse(self, flow, node, donate, passed, streamed, rounded):
     raise jax.errors.JaxRuntimeError(
       'RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm.\n\n'
-      'Used 18.2G of 15.75G hbm.' + ' More lines.' * 99
+      f'Used {used} hbm.' + ' More lines.' * 99
     )
 
   monkeypatch.setattr(place_lib.Place, 'compile', refuse)
-  found = compiler().compile(plan())
+  return compiler().compile(plan())
+
+
+def test_a_compilers_error_is_a_sentence(monkeypatch):
+  found = refused(monkeypatch, '18.2G of 15.75G')
   assert not found.stages
   assert 'does not compile: RESOURCE_EXHAUSTED: Ran out of' in found.refusal
   assert len(found.refusal) < 600 and '\n' not in found.refusal
   # Of the values, the moments are no argument, a fourth on each device.
   assert found.lacks == 18.2 * 2**30 + 2 * 512 / 4 - 0.9 * 4e9
+
+
+def test_what_a_cluster_file_has_room_for_lacks_no_known_bytes(monkeypatch):
+  found = refused(monkeypatch, '2.0G of 1.0G')
+  assert found.refused and found.lacks is None
 
 
 def test_the_memory_that_a_refused_program_needs_is_read_from_the_error():
@@ -160,6 +169,8 @@ def test_the_memory_that_a_refused_program_needs_is_read_from_the_error():
     7.54 * 2**30
   )
   assert errors.needed_bytes(RuntimeError('INTERNAL: no 7.54G.')) is None
+  kernel = 'Ran out of memory in memory space vmem. Used 19.2M of 16.0M vmem.'
+  assert errors.needed_bytes(RuntimeError(kernel)) is None
 
 
 def test_devices_that_cannot_form_a_mesh_refuse_a_plan():
