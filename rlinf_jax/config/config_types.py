@@ -154,7 +154,7 @@ def accepts(annotation: Any, value: Any) -> bool:
   """Whether a parameter with an annotation takes a value.
 
   A whole number is a number, as in typing; True and False are no numbers. A
-  list may stand for a tuple.
+  list is no tuple.
   """
   origin = typing.get_origin(annotation)
   if origin is typing.Annotated:
