@@ -121,7 +121,8 @@ class Plan:
       stored for its backward pass, as a policy of `stages.remat`. A stage that
       is not named stores all, or what its model is bound to.
     compiler_options: of a stage, options of XLA's compiler by name, in place of
-      its defaults. They may change rounding and speed, and nothing else.
+      all that a run gives it by default. They may change rounding and speed,
+      and nothing else.
   """
 
   places: dict[str, Placement]

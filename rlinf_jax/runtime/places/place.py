@@ -317,10 +317,9 @@ class Place:
       if 'No such compile option' not in str(error):
         raise
       raise ValueError(
-        f'The plan compiles stage {stage.name} with {options}, and XLA does '
-        f'not know one of these options ({error}): leave it out of '
-        "the plan's compiler_options, or give the stage {} there for XLA's "
-        'defaults.'
+        f'Stage {stage.name} is to be compiled with {options}, and XLA does '
+        f'not know one of these options ({error}): name others for the stage '
+        "in the plan's compiler_options; {} gives it XLA's defaults."
       ) from None
 
   def _check_remat(self, stage):

@@ -232,6 +232,6 @@ def test_a_place_compiles_with_the_options_of_its_plan():
 
 
 def test_an_option_that_xla_does_not_know_is_refused():
-  message = 'sine with .*xla_go_faster.* leave it out of the plan'
+  message = 'sine is to be .*xla_go_faster.* name others for the stage'
   with pytest.raises(ValueError, match=message):
     compiled({'xla_go_faster': True})
