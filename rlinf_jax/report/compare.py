@@ -85,8 +85,7 @@ def _newest_evaluations(
   evaluations = {}
   for name, run in runs.items():
     if newest := run_folder.newest_evaluation(run):
-      after = '' if newest.step is None else f' after step {newest.step:,}'
-      evaluations[f'{name}{after}'] = newest
+      evaluations[f'{name}{newest.after}'] = newest
   return evaluations
 
 

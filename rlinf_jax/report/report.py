@@ -128,8 +128,8 @@ def _evaluation_card(run: run_folder.Run) -> str:
   newest = run_folder.newest_evaluation(run)
   if not newest:
     return ''
-  after = '' if newest.step is None else f' after step {newest.step:,}'
-  return evaluation_table.card(f'Evaluation{after}', newest.content['sets'])
+  title = f'Evaluation{newest.after}'
+  return evaluation_table.card(title, newest.content['sets'])
 
 
 def _headline_cards(run: run_folder.Run) -> str:

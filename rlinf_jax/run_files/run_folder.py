@@ -202,6 +202,11 @@ class Evaluation(NamedTuple):
   step: int | None
   content: dict[str, Any]
 
+  @property
+  def after(self) -> str:
+    """Words for a title, such as ' after step 20'; '' for --eval_only."""
+    return '' if self.step is None else f' after step {self.step:,}'
+
 
 def newest_evaluation(run: Run) -> Evaluation | None:
   """The evaluation that a run is, or the newest that finished while it trained.

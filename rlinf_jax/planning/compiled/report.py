@@ -8,24 +8,9 @@ from planner import formatting
 from planner.explain import report_text
 from rlinf_jax.planning.compiled import plan_compiler
 from rlinf_jax.planning.compiled import topology as topology_lib
+from rlinf_jax.report.html import compiled_table
 
-COLUMNS = (
-  'place',
-  'stage',
-  'arguments',
-  'temporary',
-  'needed',
-  'others',
-  'total',
-  'usable',
-  'modeled',
-  'matrix FLOPs',
-  'modeled',
-  'sent',
-  'modeled',
-)
-# Of them, the bytes of a stage.
-SIZES = COLUMNS[2:9]
+COLUMNS = 'place', 'stage', *compiled_table.SIZES, *compiled_table.COSTS
 LEFT = 2  # Columns of words.
 SMALL = 0.01  # Of a stage's bytes sent, or seconds: such parts are not listed.
 LITTLE = 0.1  # Of the largest stage's bytes: notes on such stages are left out.
@@ -151,7 +136,7 @@ def row(stage: Mapping[str, Any]) -> list[str]:
   return [
     stage['place'],
     stage['name'],
-    *(formatting.byte_size(memory[name]) for name in SIZES),
+    *(formatting.byte_size(memory[name]) for name in compiled_table.SIZES),
     _number(stage['matmul_flops']),
     _number(stage['modeled_matmul_flops']),
     formatting.byte_size(stage['collective_bytes']),

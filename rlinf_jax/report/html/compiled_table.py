@@ -8,6 +8,7 @@ from planner import formatting
 from planner.explain import report_text
 from rlinf_jax.report.html import page
 
+# Bytes of a stage, in the order of their columns.
 SIZES = (
   'arguments',
   'temporary',
@@ -17,6 +18,8 @@ SIZES = (
   'usable',
   'modeled',
 )
+# Columns of the other costs of a stage.
+COSTS = 'matrix FLOPs', 'modeled', 'sent', 'modeled'
 
 
 def section(data: Mapping[str, Any]) -> str:
@@ -47,13 +50,10 @@ def _runner_up(data: Mapping[str, Any]) -> str:
 
 
 def _table(stages) -> str:
+  columns = 'stage', *SIZES, *COSTS, ''
+  head = ''.join(f'<th>{name}</th>' for name in columns)
   rows = ''.join(map(_row, stages))
-  return (
-    '<table><tr><th>stage</th><th>arguments</th><th>temporary</th>'
-    '<th>needed</th><th>others</th><th>total</th><th>usable</th>'
-    '<th>modeled</th><th>matrix FLOPs</th><th>modeled</th><th>sent</th>'
-    f'<th>modeled</th><th></th></tr>{rows}</table>'
-  )
+  return f'<table><tr>{head}</tr>{rows}</table>'
 
 
 def _row(stage) -> str:
